@@ -1,0 +1,256 @@
+// Parsing of ops.def's words and checking of calls.
+#include "contract.h"
+
+#include <cctype>
+
+namespace coat {
+namespace {
+
+std::vector<std::string> words_of(const std::string& text, char separator = ' ') {
+  std::vector<std::string> words;
+  std::string word;
+  for (char c : text + separator) {
+    if (c != separator) {
+      word += c;
+    } else if (!word.empty()) {
+      words.push_back(word);
+      word.clear();
+    }
+  }
+  return words;
+}
+
+// Recursive descent: sum = product (+ product)*, product = atom (* atom)*, atom = letter | integer | ( sum ).
+struct DimParser {
+  const std::string& text;
+  size_t at = 0;
+  std::vector<Dim::Token> tokens;
+  void sum() {
+    product();
+    while (at < text.size() && text[at] == '+') {
+      ++at;
+      product();
+      tokens.push_back({'+', 0});
+    }
+  }
+  void product() {
+    atom();
+    while (at < text.size() && text[at] == '*') {
+      ++at;
+      atom();
+      tokens.push_back({'*', 0});
+    }
+  }
+  void atom() {
+    if (text[at] == '(') {
+      ++at;
+      sum();
+      ++at;
+    } else if (std::isdigit(text[at])) {
+      int64_t value = 0;
+      while (at < text.size() && std::isdigit(text[at])) value = value * 10 + (text[at++] - '0');
+      tokens.push_back({'0', value});
+    } else {
+      tokens.push_back({text[at++], 0});
+    }
+  }
+};
+
+Argument tensor_argument(Mode mode, const char* name, const char* formats, const char* dims) {
+  Argument argument{mode, name, {}, dims, {}};
+  for (const auto& word : words_of(formats)) argument.formats.push_back(parse_format(word, name));
+  if (argument.dims_text != "*")
+    for (const auto& word : words_of(dims)) {
+      DimParser parser{word, 0, {}};
+      parser.sum();
+      argument.dims.push_back({word, parser.tokens});
+    }
+  return argument;
+}
+
+// Collects the pieces of one line of ops.def; each macro below calls one of these.
+struct OpBuilder {
+  Op op;
+  OpBuilder& tensor(Mode mode, const char* name, const char* formats, const char* dims) {
+    op.arguments.push_back(tensor_argument(mode, name, formats, dims));
+    return *this;
+  }
+  OpBuilder& number(Mode mode, const char* name) {
+    op.arguments.push_back({mode, name, {}, "", {}});
+    return *this;
+  }
+  OpBuilder& only(const char* names, const char* words) {
+    op.only_names = words_of(names);
+    for (const auto& row : words_of(words)) {
+      std::vector<Format> formats;
+      for (const auto& word : words_of(row, ':')) formats.push_back(parse_format(word, "ONLY"));
+      op.only_words.push_back(formats);
+    }
+    return *this;
+  }
+};
+
+std::vector<Op> parse() {
+  std::vector<Op> ops;
+#define IN(name, formats, dims) .tensor(Mode::in, #name, formats, dims)
+#define OPT_IN(name, formats, dims) .tensor(Mode::opt_in, #name, formats, dims)
+#define INOUT(name, formats, dims) .tensor(Mode::inout, #name, formats, dims)
+#define OUT(name, formats, dims) .tensor(Mode::out, #name, formats, dims)
+#define OPT_OUT(name, formats, dims) .tensor(Mode::opt_out, #name, formats, dims)
+#define LIST_IN(name, formats) .tensor(Mode::list_in, #name, formats, "*")
+#define LIST_INOUT(name, formats) .tensor(Mode::list_inout, #name, formats, "*")
+#define OPT_LIST_IN(name, formats) .tensor(Mode::opt_list_in, #name, formats, "*")
+#define OPT_LIST_INOUT(name, formats) .tensor(Mode::opt_list_inout, #name, formats, "*")
+#define F32(name) .number(Mode::f32, #name)
+#define I64(name) .number(Mode::i64, #name)
+#define SEED(name) .number(Mode::seed, #name)
+#define ONLY(names, words) .only(names, words)
+#define OP(family, name, doc, ...) ops.push_back((OpBuilder{{#family, #name, doc, {}, {}, {}}} __VA_ARGS__).op);
+#include "ops.def"
+#undef OP
+  return ops;
+}
+
+std::string format_list(const std::vector<Format>& formats) {
+  std::string text;
+  for (size_t i = 0; i < formats.size(); ++i)
+    text += (i == 0 ? "" : i + 1 == formats.size() ? " or " : ", ") + word_of(formats[i]);
+  return text;
+}
+
+bool is_letter(const std::string& name) { return name.size() == 1 && std::isupper(name[0]); }
+
+}  // namespace
+
+const std::vector<Op>& table() {
+  static const std::vector<Op> ops = parse();
+  return ops;
+}
+
+void Contract::number(const Argument& argument, int64_t value) {
+  if (!is_letter(argument.name)) return;
+  if (value < 0) fail("value", argument.name, argument.name, " is ", value, " and must not be negative");
+  letters_[argument.name[0] - 'A'] = {value, argument.name + " = " + std::to_string(value)};
+}
+
+void Contract::check_format(const Argument& argument, const Format& format, const std::string& shown) {
+  for (const auto& legal : argument.formats)
+    if (legal == format) return;
+  fail("format", argument.name, shown, " must be ", format_list(argument.formats));
+}
+
+// The value of a size, with `unknown` standing for `value`; letters that are not bound count as 0.
+int64_t Contract::evaluate(const Dim& dim, char unknown, int64_t value) const {
+  int64_t stack[16];
+  int top = 0;
+  for (const auto& token : dim.tokens) {
+    if (token.kind == '0') {
+      stack[top++] = token.value;
+    } else if (token.kind == '+' || token.kind == '*') {
+      const int64_t b = stack[--top], a = stack[--top];
+      stack[top++] = token.kind == '+' ? a + b : a * b;
+    } else {
+      stack[top++] = token.kind == unknown ? value : letters_[token.kind - 'A'].value;
+    }
+  }
+  return stack[0];
+}
+
+// " (H = 4, D = 8)" for the bound letters of a size.
+std::string Contract::letters_text(const Dim& dim) const {
+  std::string text;
+  for (const auto& token : dim.tokens)
+    if (std::isupper(token.kind) && letters_[token.kind - 'A'].value >= 0)
+      text += (text.empty() ? "" : ", ") + letters_[token.kind - 'A'].by;
+  return text.empty() ? "" : " (" + text + ")";
+}
+
+void Contract::check(const Argument& argument, const Tensor& tensor, const std::string& label, Any& any) {
+  const std::string shown = label + " " + text_of(tensor);
+  check_format(argument, tensor.format, shown);
+  if (device_bound_ && tensor.device != device_)
+    fail("device", argument.name, shown, " is on ", word_of(tensor.device), " and must be on ", word_of(device_), ", as ",
+         device_by_);
+  device_ = tensor.device;
+  device_bound_ = true;
+  device_by_ = shown;
+  if (argument.dims_text == "*") {
+    if (any.bound && !(any.shape == tensor.shape))
+      fail("shape", argument.name, shown, " must have the shape ", text_of(any.shape), ", as ", any.by);
+    any = {true, tensor.shape, shown};
+    return;
+  }
+  if (tensor.shape.rank != static_cast<int>(argument.dims.size()))
+    fail("shape", argument.name, shown, " must have ", argument.dims.size(), argument.dims.size() == 1 ? " size [" : " sizes [",
+         argument.dims_text, "]");
+  for (int i = 0; i < tensor.shape.rank; ++i) {
+    const Dim& dim = argument.dims[i];
+    const int64_t size = tensor.shape.dims[i];
+    char unknown = 0;
+    for (const auto& token : dim.tokens)
+      if (std::isupper(token.kind) && letters_[token.kind - 'A'].value < 0) unknown = token.kind;
+    if (unknown) {  // sizes are linear in the one letter that is not bound yet
+      const int64_t base = evaluate(dim, unknown, 0), slope = evaluate(dim, unknown, 1) - base;
+      if (slope <= 0 || size < base || (size - base) % slope != 0)
+        fail("shape", argument.name, shown, " must have size ", dim.text, letters_text(dim), " in dimension ", i,
+             ", which ", size, " is not");
+      letters_[unknown - 'A'] = {(size - base) / slope,
+                                 std::string(1, unknown) + " = " + std::to_string((size - base) / slope) + ", as in " + shown};
+    } else if (evaluate(dim, 0, 0) != size) {
+      fail("shape", argument.name, shown, " must have ", dim.text, " = ", evaluate(dim, 0, 0), " in dimension ", i,
+           letters_text(dim));
+    }
+  }
+}
+
+void Contract::remember(const Argument& argument, const Format& format, int64_t index) {
+  for (size_t i = 0; i < op_.only_names.size(); ++i)
+    if (op_.only_names[i] == argument.name) {
+      if (only_seen_.size() <= static_cast<size_t>(index)) only_seen_.resize(index + 1);
+      only_seen_[index].resize(op_.only_names.size());
+      only_seen_[index][i] = format;
+    }
+}
+
+void Contract::list_length(const Argument& argument, int64_t length) {
+  if (length_ >= 0 && length != length_)
+    fail("shape", argument.name, argument.name, " has ", length, " tensors and must have ", length_, ", as ", length_by_);
+  length_ = length;
+  length_by_ = argument.name;
+  letters_['L' - 'A'] = {length, "L = " + std::to_string(length) + ", as in " + argument.name};
+  any_items_.resize(length);
+}
+
+void Contract::list_item(const Argument& argument, int64_t index, const Tensor& tensor) {
+  check(argument, tensor, argument.name + "[" + std::to_string(index) + "]", any_items_[index]);
+  remember(argument, tensor.format, index);
+}
+
+void Contract::output_format(const Argument& argument, const Format& format) {
+  check_format(argument, format, argument.name + " " + word_of(format));
+}
+
+void Contract::finish() {
+  for (size_t item = 0; item < only_seen_.size(); ++item) {
+    bool legal = only_seen_[item].empty();
+    std::string seen, rows;
+    for (const auto& row : op_.only_words) legal = legal || row == only_seen_[item];
+    if (legal) continue;
+    for (size_t i = 0; i < op_.only_names.size(); ++i)
+      seen += (i ? ", " : "") + op_.only_names[i] + " " + word_of(only_seen_[item][i]);
+    for (const auto& row : op_.only_words) {
+      rows += rows.empty() ? "" : "; ";
+      for (size_t i = 0; i < row.size(); ++i) rows += (i ? ", " : "") + word_of(row[i]);
+    }
+    fail("format", op_.only_names[0], seen, op_.only_words.empty() ? "" : " is not a combination of this op, which has: ", rows);
+  }
+}
+
+Shape Contract::output_shape(const Argument& argument) const {
+  if (argument.dims_text == "*") return any_.shape;
+  Shape shape;
+  for (const auto& dim : argument.dims) shape.dims[shape.rank++] = evaluate(dim, 0, 0);
+  return shape;
+}
+
+}  // namespace coat

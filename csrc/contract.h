@@ -1,0 +1,99 @@
+// The rules of ops.def applied to one call: formats, dims, device, shapes of outputs. The table is parsed once.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "tensor.h"
+
+namespace coat {
+
+enum class Mode : uint8_t { in, opt_in, inout, out, opt_out, list_in, list_inout, opt_list_in, opt_list_inout, f32, i64, seed };
+inline bool is_list(Mode mode) { return mode >= Mode::list_in && mode <= Mode::opt_list_inout; }
+inline bool is_output(Mode mode) { return mode == Mode::out || mode == Mode::opt_out; }
+inline bool is_optional(Mode mode) {
+  return mode == Mode::opt_in || mode == Mode::opt_out || mode == Mode::opt_list_in || mode == Mode::opt_list_inout;
+}
+inline bool is_number(Mode mode) { return mode >= Mode::f32; }
+inline bool is_changed(Mode mode) { return mode == Mode::inout || mode == Mode::list_inout || mode == Mode::opt_list_inout; }
+
+// One size of a dims text in postfix: a letter, an integer (kind '0') or one of + *.
+struct Dim {
+  struct Token {
+    char kind;
+    int64_t value;
+  };
+  std::string text;
+  std::vector<Token> tokens;
+};
+
+struct Argument {
+  Mode mode;
+  std::string name;
+  std::vector<Format> formats;
+  std::string dims_text;  // "*" = any shape
+  std::vector<Dim> dims;
+};
+
+struct Op {
+  std::string family, name, doc;
+  std::vector<Argument> arguments;
+  std::vector<std::string> only_names;          // arguments whose formats are bound to each other …
+  std::vector<std::vector<Format>> only_words;  // … and the legal combinations
+};
+
+// ops.def, parsed at first use.
+const std::vector<Op>& table();
+
+// One position a line of ops.def: table()[kOp_rmsnorm_forward].
+enum OpIndex : int {
+#define OP(family, name, doc, ...) kOp_##name,
+#include "ops.def"
+#undef OP
+};
+
+// Checks one call of op: give it the numbers, then the inputs, then ask for the shapes of the outputs.
+class Contract {
+ public:
+  explicit Contract(const Op& op) : op_(op) {}
+  void number(const Argument& argument, int64_t value);
+  void input(const Argument& argument, const Tensor& tensor) {
+    check(argument, tensor, argument.name, any_);
+    remember(argument, tensor.format, 0);
+  }
+  void list_length(const Argument& argument, int64_t length);
+  void list_item(const Argument& argument, int64_t index, const Tensor& tensor);
+  void output_format(const Argument& argument, const Format& format);
+  // After all inputs and output formats: the combinations of ONLY.
+  void finish();
+  Shape output_shape(const Argument& argument) const;
+  Device device() const { return device_; }
+
+ private:
+  struct Any {
+    bool bound = false;
+    Shape shape;
+    std::string by;
+  };
+  struct Letter {
+    int64_t value = -1;
+    std::string by;
+  };
+  void check(const Argument& argument, const Tensor& tensor, const std::string& label, Any& any);
+  void check_format(const Argument& argument, const Format& format, const std::string& shown);
+  int64_t evaluate(const Dim& dim, char unknown, int64_t value) const;
+  std::string letters_text(const Dim& dim) const;
+  void remember(const Argument& argument, const Format& format, int64_t index);
+
+  const Op& op_;
+  Device device_ = Device::cpu;
+  bool device_bound_ = false;
+  std::string device_by_;
+  Any any_;
+  std::vector<Any> any_items_;
+  int64_t length_ = -1;
+  std::string length_by_;
+  Letter letters_[26];
+  std::vector<std::vector<Format>> only_seen_;  // [item of the lists][argument of ONLY]
+};
+
+}  // namespace coat

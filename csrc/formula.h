@@ -1,0 +1,89 @@
+// Scalar formulas of ops, one source for both backends. No libm: only format.h's polynomials and IEEE arithmetic.
+#pragma once
+#include "format.h"
+
+namespace coat {
+
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+// e^x, for softmax and sigmoid.
+COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }
+
+COAT_HD float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }
+
+// SwiGLU: silu(gate) * up, and the gradients for gate and up.
+COAT_HD float swiglu(float gate, float up) { return sigmoid_(gate) * gate * up; }
+COAT_HD void swiglu_gradient(float gate, float up, float dy, float& dgate, float& dup) {
+  const float s = sigmoid_(gate);
+  dup = dy * (s * gate);
+  dgate = dy * up * (s * fma_(gate, 1.f - s, 1.f));
+}
+
+// Phi(x) = erfc(-x / sqrt 2) / 2, the normal distribution function. erfc(z) e^(z^2) is a polynomial in 1 / (1 + z / 2),
+// fitted for relative error below 2e-7 on [0, 10].
+COAT_HD float normal_cdf(float x) {
+  const float z = abs_(x) * 0.707106781f;
+  const float t = 1.f / fma_(z, 0.5f, 1.f);
+  float p = -0.0550492521f;
+  p = fma_(p, t, 0.263893274f);
+  p = fma_(p, t, -0.441456901f);
+  p = fma_(p, t, 0.221165654f);
+  p = fma_(p, t, 0.0170973252f);
+  p = fma_(p, t, 0.181239847f);
+  p = fma_(p, t, 0.249796843f);
+  p = fma_(p, t, 0.281097736f);
+  p = fma_(p, t, 0.282221458f);
+  p = fma_(p, t, -6.0152955e-06f);
+  const float tail = 0.5f * p * exp_(-z * z);
+  return x < 0.f ? tail : (x >= 0.f ? 1.f - tail : x);
+}
+
+// GELU in its exact form, x Phi(x), and its derivative Phi(x) + x phi(x).
+COAT_HD float gelu(float x) { return x * normal_cdf(x); }
+COAT_HD float gelu_derivative(float x) { return fma_(x, 0.398942280f * exp_(-0.5f * x * x), normal_cdf(x)); }
+
+// One AdamW update (COAT section 1.3 order: moments, bias-corrected denominator with eps outside the root, decoupled
+// decay on the old parameter). gain = 1 - beta; correct1 = 1 - beta1^t, correct2 = sqrt(1 - beta2^t).
+struct AdamW {
+  float lr, beta1, gain1, beta2, gain2, eps, weight_decay, correct1, correct2;
+  COAT_HD void update(float& p, float g, float& m, float& v) const {
+    m = fma_(m, beta1, gain1 * g);
+    v = fma_(v, beta2, (gain2 * g) * g);
+    const float denominator = (sqrt_(v) / correct2 + eps) * correct1;
+    p = p - lr * fma_(p, weight_decay, m / denominator);
+  }
+};
+
+// Philox 4x32-10: 128 random bits for (seed, counter), the same on every device and after a resume.
+struct Random {
+  uint32_t word[4];
+  COAT_HD Random(uint64_t seed, uint64_t counter)
+      : word{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0} {
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t a = static_cast<uint64_t>(word[0]) * 0xD2511F53u, b = static_cast<uint64_t>(word[2]) * 0xCD9E8D57u;
+      word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ k0;
+      word[1] = static_cast<uint32_t>(b);
+      word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ k1;
+      word[3] = static_cast<uint32_t>(a);
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+  }
+  // in (0, 1): 23 random bits and a half
+  COAT_HD float uniform(int i) const { return (static_cast<float>(word[i] >> 9) + 0.5f) * 1.1920929e-7f; }
+  // standard normal by Box-Muller: sqrt(-2 ln u) cos(2 pi w), the cosine folded to [-pi/4, pi/4]
+  COAT_HD float normal() const {
+    const float radius = sqrt_(-2.f * kLn2 * log2_(uniform(0)));
+    const float turn = uniform(1) * 8.f;  // eighths of a circle
+    const int eighth = static_cast<int>(turn), quarter = (eighth + 1) >> 1;
+    const float a = (turn - static_cast<float>(2 * quarter)) * 0.785398163f, a2 = a * a;
+    const float sine = a * fma_(a2, fma_(a2, fma_(a2, -1.98412698e-4f, 8.33333333e-3f), -1.66666667e-1f), 1.f);
+    const float cosine =
+        fma_(a2, fma_(a2, fma_(a2, fma_(a2, 2.48015873e-5f, -1.38888889e-3f), 4.16666667e-2f), -0.5f), 1.f);
+    const float value = (quarter & 1) ? sine : cosine;
+    return radius * ((quarter == 1 || quarter == 2) ? -value : value);
+  }
+};
+
+}  // namespace coat

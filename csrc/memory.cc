@@ -1,0 +1,160 @@
+// Host memory behind the slots. Freed blocks are kept by size class, because fresh pages cost more than the arithmetic.
+#include "memory.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace coat {
+namespace {
+
+constexpr int64_t kGuard = 64;
+constexpr uint8_t kGuardByte = 0xA5;
+constexpr int64_t kIdleLimit = int64_t{1} << 31;
+constexpr int64_t kSlotBits = 24;
+
+// Multiples of 64 bytes up to 4 KiB, then eighths of a power of two.
+int64_t size_class(int64_t bytes) {
+  int64_t step = 64;
+  while (step * 8 < bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
+}
+
+}  // namespace
+
+Memory::~Memory() {
+  for (auto& slot : slots_)
+    if (slot.live) std::free(slot.tensor.data - (guard_ ? kGuard : 0));
+  drop_idle();
+}
+
+int64_t Memory::drop_idle() {
+  const int64_t dropped = idle_bytes_;
+  for (auto& [size, blocks] : idle_)
+    for (uint8_t* block : blocks) std::free(block);
+  idle_.clear();
+  idle_bytes_ = 0;
+  return dropped;
+}
+
+uint8_t* Memory::allocate(int64_t bytes) {
+  const int64_t size = size_class(bytes + (guard_ ? 2 * kGuard : 0) + 1);
+  uint8_t* block = nullptr;
+  auto found = idle_.find(size);
+  if (found != idle_.end() && !found->second.empty()) {
+    block = found->second.back();
+    found->second.pop_back();
+    idle_bytes_ -= size;
+  } else {
+    block = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+    if (!block && drop_idle() > 0) block = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+    if (!block)
+      fail("out_of_memory", "device", "out of memory on cpu: requested ", bytes, " bytes, ", usage_.live_total,
+           " bytes held by ", usage_.tensors, " tensors");
+  }
+  if (!guard_) return block;
+  std::memset(block, kGuardByte, kGuard);
+  std::memset(block + kGuard, 0xff, bytes);
+  std::memset(block + kGuard + bytes, kGuardByte, kGuard);
+  return block + kGuard;
+}
+
+void Memory::release(uint8_t* data, int64_t bytes) {
+  uint8_t* block = data - (guard_ ? kGuard : 0);
+  const int64_t size = size_class(bytes + (guard_ ? 2 * kGuard : 0) + 1);
+  if (idle_bytes_ + size > kIdleLimit) {
+    std::free(block);
+    return;
+  }
+  idle_[size].push_back(block);
+  idle_bytes_ += size;
+}
+
+double Memory::make(const Format& format, const Shape& shape, Device device, Purpose purpose) {
+  double numel = 1;
+  for (int i = 0; i < shape.rank; ++i) numel *= static_cast<double>(shape.dims[i]);
+  if (numel > 1e15) fail("shape", "shape", "shape ", text_of(shape), " has more than 10^15 elements");
+  if (device == Device::cuda)
+    fail("no_cuda", "device", "this build of coat-fp8 has no CUDA backend: use device 'cpu', or build with COAT_CUDA=on");
+  const int64_t bytes = bytes_of(format, shape);
+  uint8_t* data = allocate(bytes);
+  int64_t index;
+  if (unused_.empty()) {
+    index = static_cast<int64_t>(slots_.size());
+    if (index >> kSlotBits) fail("handles", "tensor", "more than ", int64_t{1} << kSlotBits, " tensors are alive");
+    slots_.emplace_back();
+  } else {
+    index = unused_.back();
+    unused_.pop_back();
+  }
+  Slot& slot = slots_[index];
+  slot.tensor = {format, shape, device, data, status_.get()};
+  slot.purpose = purpose;
+  slot.bytes = bytes;
+  slot.version = 0;
+  slot.generation += 1;
+  slot.live = true;
+  const int p = static_cast<int>(purpose);
+  usage_.tensors += 1;
+  usage_.live[p] += bytes;
+  usage_.live_total += bytes;
+  usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
+  usage_.peak_total = std::max(usage_.peak_total, usage_.live_total);
+  return static_cast<double>((slot.generation << kSlotBits) | index);
+}
+
+const Memory::Slot& Memory::slot(double handle, const std::string& argument) const {
+  const int64_t whole = handle >= 0 && handle < 9007199254740992.0 ? static_cast<int64_t>(handle) : -1;
+  const int64_t index = whole & ((int64_t{1} << kSlotBits) - 1), generation = whole >> kSlotBits;
+  if (whole < 0 || index >= static_cast<int64_t>(slots_.size()) || generation <= 0 || generation > slots_[index].generation)
+    fail("handle", argument, argument, " is ", handle, ", which is no tensor handle of this thread");
+  if (generation != slots_[index].generation || !slots_[index].live)
+    fail("freed", argument, argument, " was freed: a tensor cannot be used after dispose() or after its scope ended");
+  return slots_[index];
+}
+
+const Tensor& Memory::get(double handle, const std::string& argument) const { return slot(handle, argument).tensor; }
+
+bool Memory::intact(const Slot& slot) const {
+  for (int64_t i = 0; i < kGuard; ++i)
+    if (slot.tensor.data[i - kGuard] != kGuardByte || slot.tensor.data[slot.bytes + i] != kGuardByte) return false;
+  return true;
+}
+
+void Memory::free(double handle) {
+  Slot& s = slot(handle, "tensor");
+  const bool damaged = guard_ && !intact(s);
+  release(s.tensor.data, s.bytes);
+  s.live = false;
+  const int p = static_cast<int>(s.purpose);
+  usage_.tensors -= 1;
+  usage_.live[p] -= s.bytes;
+  usage_.live_total -= s.bytes;
+  unused_.push_back(&s - slots_.data());
+  if (damaged) fail("guard", "tensor", "memory outside of ", text_of(s.tensor), " was written");
+}
+
+void Memory::retag(double handle, Purpose purpose) {
+  Slot& s = slot(handle, "tensor");
+  usage_.live[static_cast<int>(s.purpose)] -= s.bytes;
+  s.purpose = purpose;
+  const int p = static_cast<int>(purpose);
+  usage_.live[p] += s.bytes;
+  usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
+}
+
+int64_t Memory::version(double handle) const { return slot(handle, "tensor").version; }
+void Memory::changed(double handle) { slot(handle, "tensor").version += 1; }
+
+void Memory::reset_peak() {
+  for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = usage_.live[p];
+  usage_.peak_total = usage_.live_total;
+}
+
+void Memory::check_guards() const {
+  if (!guard_) return;
+  for (const auto& slot : slots_)
+    if (slot.live && !intact(slot)) fail("guard", "tensor", "memory outside of ", text_of(slot.tensor), " was written");
+}
+
+}  // namespace coat

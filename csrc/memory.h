@@ -1,0 +1,69 @@
+// Slots behind number handles, one owner a tensor; live and peak bytes by purpose. One Memory an environment (main thread
+// or worker); nothing here is shared between them.
+#pragma once
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "tensor.h"
+
+namespace coat {
+
+enum class Purpose : uint8_t { param, grad, state, saved, temp, scratch };
+inline constexpr const char* kPurposes[] = {"param", "grad", "state", "saved", "temp", "scratch"};
+constexpr int kPurposeCount = 6;
+
+class Memory {
+ public:
+  struct Usage {
+    int64_t live[kPurposeCount] = {}, peak[kPurposeCount] = {};
+    int64_t live_total = 0, peak_total = 0;
+    int64_t tensors = 0;
+  };
+
+  // guard: 64 bytes on both sides of every allocation are watched and fresh tensors are filled with NaN (COAT_GUARD=1).
+  explicit Memory(bool guard) : guard_(guard), status_(new Status) {}
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  // A new tensor with undefined content, and the handle that owns it.
+  double make(const Format& format, const Shape& shape, Device device, Purpose purpose);
+  // The tensor behind a handle; throws when it was freed or never was. `argument` is named in the error.
+  const Tensor& get(double handle, const std::string& argument) const;
+  void free(double handle);
+  void retag(double handle, Purpose purpose);
+  int64_t version(double handle) const;
+  void changed(double handle);
+  const Usage& usage() const { return usage_; }
+  void reset_peak();
+  // Throws when a byte outside a live tensor was written.
+  void check_guards() const;
+  const Status& status() const { return *status_; }
+
+ private:
+  struct Slot {
+    Tensor tensor;
+    Purpose purpose = Purpose::temp;
+    int64_t bytes = 0, generation = 0, version = 0;
+    bool live = false;
+  };
+  const Slot& slot(double handle, const std::string& argument) const;
+  Slot& slot(double handle, const std::string& argument) {
+    return const_cast<Slot&>(static_cast<const Memory*>(this)->slot(handle, argument));
+  }
+  uint8_t* allocate(int64_t bytes);
+  void release(uint8_t* data, int64_t bytes);
+  bool intact(const Slot& slot) const;
+  int64_t drop_idle();
+
+  bool guard_;
+  std::unique_ptr<Status> status_;
+  Usage usage_;
+  std::vector<Slot> slots_;
+  std::vector<int64_t> unused_;
+  std::map<int64_t, std::vector<uint8_t*>> idle_;  // freed blocks by size, for the next tensor of that size
+  int64_t idle_bytes_ = 0;
+};
+
+}  // namespace coat

@@ -1,0 +1,89 @@
+// ops.def as C++: an argument struct a line (`rmsnorm_forward_args`), the op in both backends, run() and visit().
+#pragma once
+#include <vector>
+
+#include "tensor.h"
+
+namespace coat {
+
+// 1. Argument structs. An absent optional tensor is false.
+#define IN(name, formats, dims) Tensor name;
+#define OPT_IN(name, formats, dims) Tensor name;
+#define INOUT(name, formats, dims) Tensor name;
+#define OUT(name, formats, dims) Tensor name;
+#define OPT_OUT(name, formats, dims) Tensor name;
+#define LIST_IN(name, formats) std::vector<Tensor> name;
+#define LIST_INOUT(name, formats) std::vector<Tensor> name;
+#define OPT_LIST_IN(name, formats) std::vector<Tensor> name;
+#define OPT_LIST_INOUT(name, formats) std::vector<Tensor> name;
+#define F32(name) float name = 0;
+#define I64(name) int64_t name = 0;
+#define SEED(name) uint64_t name = 0;
+#define ONLY(names, words)
+#define OP(family, name, doc, ...) \
+  struct name##_args {             \
+    Device device = Device::cpu;   \
+    __VA_ARGS__                    \
+  };
+#include "ops.def"
+#undef OP
+
+// 2. The ops of both backends: one missing in a backend's folder does not link.
+#define OP(family, name, doc, ...)         \
+  namespace cpu {                          \
+  void name(const name##_args&);           \
+  }                                        \
+  namespace cuda {                         \
+  void name(const name##_args&);           \
+  }                                        \
+  void run(const name##_args&);
+#include "ops.def"
+#undef OP
+#undef IN
+#undef OPT_IN
+#undef INOUT
+#undef OUT
+#undef OPT_OUT
+#undef LIST_IN
+#undef LIST_INOUT
+#undef OPT_LIST_IN
+#undef OPT_LIST_INOUT
+#undef F32
+#undef I64
+#undef SEED
+
+// 3. visit(args, f): f(name, value) for every argument in order.
+#define IN(name, formats, dims) f(#name, args.name);
+#define OPT_IN(name, formats, dims) f(#name, args.name);
+#define INOUT(name, formats, dims) f(#name, args.name);
+#define OUT(name, formats, dims) f(#name, args.name);
+#define OPT_OUT(name, formats, dims) f(#name, args.name);
+#define LIST_IN(name, formats) f(#name, args.name);
+#define LIST_INOUT(name, formats) f(#name, args.name);
+#define OPT_LIST_IN(name, formats) f(#name, args.name);
+#define OPT_LIST_INOUT(name, formats) f(#name, args.name);
+#define F32(name) f(#name, args.name);
+#define I64(name) f(#name, args.name);
+#define SEED(name) f(#name, args.name);
+#define OP(family, name, doc, ...)           \
+  template <class F>                         \
+  void visit(name##_args& args, F&& f) {     \
+    __VA_ARGS__                              \
+  }
+#include "ops.def"
+#undef OP
+#undef IN
+#undef OPT_IN
+#undef INOUT
+#undef OUT
+#undef OPT_OUT
+#undef LIST_IN
+#undef LIST_INOUT
+#undef OPT_LIST_IN
+#undef OPT_LIST_INOUT
+#undef F32
+#undef I64
+#undef SEED
+#undef ONLY
+
+}  // namespace coat

@@ -1,0 +1,157 @@
+// What a tensor is: formats, shapes, devices, the error type. Plain values; knows neither Node nor CUDA.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace coat {
+
+// The one error of native code: thrown anywhere, turned into a CoatError in binding.cc.
+struct Error : std::exception {
+  std::string code, op, argument, message;
+  Error(std::string code_, std::string argument_, std::string message_)
+      : code(std::move(code_)), argument(std::move(argument_)), message(std::move(message_)) {}
+  const char* what() const noexcept override { return message.c_str(); }
+};
+
+// Throws an Error whose text is the parts written one after the other.
+template <class... Parts>
+[[noreturn]] void fail(const char* code, const std::string& argument, const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw Error(code, argument, text.str());
+}
+
+enum class DType : uint8_t { f32, bf16, e4m3, e5m2, i32 };
+// none: plain values. tensor: one f32 scale (/t). run: a scale a run of n in a row (/gN; bf16 rounded up for n = 16,
+// else f32). expand: runs of n over the flat tensor with f32 scale, exponent k and centre (/xN).
+enum class Scaling : uint8_t { none, tensor, run, expand };
+
+struct Format {
+  DType dtype = DType::f32;
+  Scaling scaling = Scaling::none;
+  int32_t run = 0;
+  bool operator==(const Format&) const = default;
+};
+
+inline constexpr struct {
+  std::string_view word;
+  Format format;
+} kFormats[] = {
+    {"f32", {DType::f32, Scaling::none, 0}},         {"bf16", {DType::bf16, Scaling::none, 0}},
+    {"e4m3/t", {DType::e4m3, Scaling::tensor, 0}},   {"e5m2/t", {DType::e5m2, Scaling::tensor, 0}},
+    {"e4m3/g16", {DType::e4m3, Scaling::run, 16}},   {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
+    {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}}, {"i32", {DType::i32, Scaling::none, 0}},
+};
+
+inline std::string word_of(const Format& format) {
+  for (const auto& row : kFormats)
+    if (row.format == format) return std::string(row.word);
+  return "?";
+}
+
+inline Format parse_format(std::string_view word, const std::string& argument) {
+  std::string known;
+  for (const auto& row : kFormats) {
+    if (row.word == word) return row.format;
+    known += (known.empty() ? "" : ", ") + std::string(row.word);
+  }
+  fail("format", argument, argument, " is \"", word, "\", which is no format; the formats are ", known);
+}
+
+inline int64_t code_bytes(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::i32 ? 4 : dtype == DType::bf16 ? 2 : 1;
+}
+
+constexpr int kMaxRank = 4;
+
+// Sizes, row-major. rows() is the product of all but the last size, cols() the last.
+struct Shape {
+  int rank = 0;
+  int64_t dims[kMaxRank] = {};
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int i = 0; i < rank; ++i) n *= dims[i];
+    return n;
+  }
+  int64_t cols() const { return rank == 0 ? 1 : dims[rank - 1]; }
+  int64_t rows() const {
+    int64_t n = 1;
+    for (int i = 0; i + 1 < rank; ++i) n *= dims[i];
+    return n;
+  }
+  bool operator==(const Shape& other) const {
+    if (rank != other.rank) return false;
+    for (int i = 0; i < rank; ++i)
+      if (dims[i] != other.dims[i]) return false;
+    return true;
+  }
+};
+
+inline std::string text_of(const Shape& shape) {
+  std::string text = "[";
+  for (int i = 0; i < shape.rank; ++i) text += (i ? ", " : "") + std::to_string(shape.dims[i]);
+  return text + "]";
+}
+
+// Number of scales that a tensor of this format and shape carries.
+inline int64_t blocks_of(const Format& format, const Shape& shape) {
+  switch (format.scaling) {
+    case Scaling::none: return 0;
+    case Scaling::tensor: return 1;
+    case Scaling::run: return shape.rows() * ((shape.cols() + format.run - 1) / format.run);
+    case Scaling::expand: return (shape.numel() + format.run - 1) / format.run;
+  }
+  return 0;
+}
+
+// Bytes of one block's numbers: bf16 or f32 scale, or scale, k and centre.
+inline int64_t block_bytes(const Format& format) {
+  if (format.scaling == Scaling::expand) return 12;
+  return format.scaling == Scaling::run && format.run == 16 ? 2 : 4;
+}
+
+// Where the scales begin: after the codes, on a 16-byte boundary.
+inline int64_t scales_offset(const Format& format, const Shape& shape) {
+  return (shape.numel() * code_bytes(format.dtype) + 15) / 16 * 16;
+}
+
+inline int64_t bytes_of(const Format& format, const Shape& shape) {
+  if (format.scaling == Scaling::none) return shape.numel() * code_bytes(format.dtype);
+  return scales_offset(format, shape) + blocks_of(format, shape) * block_bytes(format);
+}
+
+enum class Device : uint8_t { cpu, cuda };
+inline const char* word_of(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
+
+// Counters that kernels add to; they live where the tensors live.
+struct Status {
+  int64_t infs = 0;  // infinities that a quantizing store saturated
+};
+
+// One allocation: codes, then scales. A value, not an owner: memory.h owns.
+struct Tensor {
+  Format format;
+  Shape shape;
+  Device device = Device::cpu;
+  uint8_t* data = nullptr;
+  Status* status = nullptr;
+  explicit operator bool() const { return data != nullptr; }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data);
+  }
+  template <class T>
+  T* scales() const {
+    return reinterpret_cast<T*>(data + scales_offset(format, shape));
+  }
+};
+
+// `bf16[8, 64]`, as errors print a tensor.
+inline std::string text_of(const Tensor& tensor) { return word_of(tensor.format) + text_of(tensor.shape); }
+
+}  // namespace coat
