@@ -175,7 +175,10 @@ void Contract::check(const Argument& argument, const Tensor& tensor, const std::
   device_bound_ = true;
   device_by_ = shown;
   if (argument.dims_text == "*") {
-    if (any.bound && !(any.shape == tensor.shape))
+    // members of lists may differ in shape: a state is seen as [1, n], its parameter is not
+    if (any.bound && is_list(argument.mode) && any.shape.numel() != tensor.shape.numel())
+      fail("shape", argument.name, shown, " must have ", any.shape.numel(), " elements, as ", any.by);
+    if (any.bound && !is_list(argument.mode) && !(any.shape == tensor.shape))
       fail("shape", argument.name, shown, " must have the shape ", text_of(any.shape), ", as ", any.by);
     any = {true, tensor.shape, shown};
     return;

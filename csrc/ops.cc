@@ -13,5 +13,6 @@ namespace coat {
     }                                                                                     \
   }
 #include "ops.def"
+#undef OP
 
 }  // namespace coat

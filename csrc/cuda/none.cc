@@ -8,5 +8,6 @@ namespace coat::cuda {
     fail("no_cuda", "device", "this build of coat-fp8 has no CUDA backend: use device 'cpu', or build with COAT_CUDA=on"); \
   }
 #include "../ops.def"
+#undef OP
 
 }  // namespace coat::cuda

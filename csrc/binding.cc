@@ -1,0 +1,439 @@
+// Node's view: tensors behind number handles, memory, and one function a line of ops.def. The only file that knows Node.
+#include <napi.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "contract.h"
+#include "cpu/parallel.h"
+#include "describe.h"
+#include "memory.h"
+#include "ops.h"
+
+namespace coat {
+namespace {
+
+bool guard_wanted() {
+  const char* text = std::getenv("COAT_GUARD");
+  return text && *text && std::strcmp(text, "0") != 0;
+}
+
+Device parse_device(const std::string& word) {
+  if (word == "cpu") return Device::cpu;
+  if (word == "cuda") return Device::cuda;
+  fail("device", "device", "device is \"", word, "\" and must be \"cpu\" or \"cuda\"");
+}
+
+Purpose parse_purpose(const std::string& word) {
+  std::string known;
+  for (int i = 0; i < kPurposeCount; ++i) {
+    if (word == kPurposes[i]) return static_cast<Purpose>(i);
+    known += (i ? ", " : "") + std::string(kPurposes[i]);
+  }
+  fail("purpose", "purpose", "purpose is \"", word, "\" and must be one of ", known);
+}
+
+std::string text_argument(const Napi::Value& value, const std::string& name) {
+  if (!value.IsString())
+    fail("type", name, name, " is ", value.ToString().Utf8Value(), " and must be a string");
+  return value.As<Napi::String>().Utf8Value();
+}
+
+double number_argument(const Napi::Value& value, const std::string& name) {
+  if (!value.IsNumber() || std::isnan(value.As<Napi::Number>().DoubleValue()))
+    fail("type", name, name, " is ", value.ToString().Utf8Value(), " and must be a number");
+  return value.As<Napi::Number>().DoubleValue();
+}
+
+int64_t integer_argument(const Napi::Value& value, const std::string& name) {
+  const double x = number_argument(value, name);
+  if (x != std::floor(x) || std::abs(x) > 9007199254740991.0)
+    fail("type", name, name, " is ", x, " and must be an integer below 2^53");
+  return static_cast<int64_t>(x);
+}
+
+Shape shape_argument(const Napi::Value& value) {
+  if (!value.IsArray()) fail("type", "shape", "shape is ", value.ToString().Utf8Value(), " and must be an array of sizes");
+  const auto sizes = value.As<Napi::Array>();
+  if (sizes.Length() > kMaxRank)
+    fail("shape", "shape", "shape has ", sizes.Length(), " sizes and must have at most ", kMaxRank);
+  Shape shape;
+  shape.rank = static_cast<int>(sizes.Length());
+  for (int i = 0; i < shape.rank; ++i) {
+    shape.dims[i] = integer_argument(sizes.Get(i), "shape[" + std::to_string(i) + "]");
+    if (shape.dims[i] < 0)
+      fail("shape", "shape", "shape[", i, "] is ", shape.dims[i], " and must not be negative");
+  }
+  return shape;
+}
+
+Napi::Array array_of(Napi::Env env, const Shape& shape) {
+  auto sizes = Napi::Array::New(env, shape.rank);
+  for (int i = 0; i < shape.rank; ++i) sizes.Set(i, static_cast<double>(shape.dims[i]));
+  return sizes;
+}
+
+// Where each argument of an op stands among the JavaScript arguments; -1: it takes none, its format is the only legal one.
+std::vector<int> positions_of(const Op& op) {
+  std::vector<int> positions;
+  int next = 0;
+  for (const auto& argument : op.arguments) {
+    const bool silent = argument.mode == Mode::out && argument.formats.size() == 1;
+    positions.push_back(silent ? -1 : next++);
+  }
+  return positions;
+}
+
+class Addon {
+ public:
+  Memory memory{guard_wanted()};
+  Napi::FunctionReference error_class;
+  std::vector<std::vector<int>> positions;
+
+  Addon() {
+    for (const auto& op : table()) positions.push_back(positions_of(op));
+  }
+
+  // Runs f and turns what it throws into the CoatError class that JavaScript handed over.
+  template <class F>
+  Napi::Value guarded(Napi::Env env, const char* op, F&& f) {
+    std::string code, argument, message;
+    try {
+      return f();
+    } catch (const Error& error) {
+      code = error.code;
+      argument = error.argument;
+      message = std::string(error.op.empty() ? op : error.op) + ": " + error.message;
+    } catch (const std::bad_alloc&) {
+      code = "out_of_memory";
+      message = std::string(op) + ": out of memory on cpu";
+    } catch (const Napi::Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      code = "internal";
+      message = std::string(op) + ": " + error.what();
+    }
+    const auto text = Napi::String::New(env, message);
+    if (error_class.IsEmpty()) throw Napi::Error::New(env, message);
+    const auto value = error_class.New({text, Napi::String::New(env, code), Napi::String::New(env, op),
+                                        Napi::String::New(env, argument)});
+    throw Napi::Error(env, value);
+  }
+};
+
+// One call of one op: reads the arguments, checks them against the table, makes the outputs, runs.
+template <class Arguments>
+class Call {
+ public:
+  Call(const Napi::CallbackInfo& info, Addon& addon, const Op& op, const std::vector<int>& positions)
+      : info_(info), addon_(addon), op_(op), positions_(positions), contract_(op) {}
+
+  Napi::Value run() {
+    int expected = 0;
+    for (int position : positions_) expected += position >= 0 ? 1 : 0;
+    if (static_cast<int>(info_.Length()) != expected)
+      fail("arguments", "", "takes ", expected, " arguments and was given ", info_.Length());
+    each([&](const Argument& argument, const Napi::Value& value, auto& field) { read_number(argument, value, field); });
+    each([&](const Argument& argument, const Napi::Value& value, auto& field) { read_tensor(argument, value, field); });
+    contract_.finish();
+    args_.device = contract_.device();
+    try {
+      each([&](const Argument& argument, const Napi::Value& value, auto& field) { make_output(argument, value, field); });
+      coat::run(args_);
+    } catch (...) {
+      for (double handle : made_) addon_.memory.free(handle);
+      throw;
+    }
+    for (double handle : changed_) addon_.memory.changed(handle);
+    if (results_.empty()) return info_.Env().Undefined();
+    if (results_.size() == 1) return results_[0];
+    auto all = Napi::Array::New(info_.Env(), results_.size());
+    for (size_t i = 0; i < results_.size(); ++i) all.Set(static_cast<uint32_t>(i), results_[i]);
+    return all;
+  }
+
+ private:
+  template <class F>
+  void each(F&& f) {
+    size_t i = 0;
+    visit(args_, [&](const char*, auto& field) {
+      const int position = positions_[i];
+      f(op_.arguments[i++], position < 0 ? info_.Env().Undefined() : info_[position], field);
+    });
+  }
+
+  void read_number(const Argument& argument, const Napi::Value& value, float& field) {
+    field = static_cast<float>(number_argument(value, argument.name));
+  }
+  void read_number(const Argument& argument, const Napi::Value& value, int64_t& field) {
+    field = integer_argument(value, argument.name);
+    contract_.number(argument, field);
+  }
+  void read_number(const Argument& argument, const Napi::Value& value, uint64_t& field) {
+    const int64_t seed = integer_argument(value, argument.name);
+    if (seed < 0) fail("value", argument.name, argument.name, " is ", seed, " and must not be negative");
+    field = static_cast<uint64_t>(seed);
+  }
+  template <class T>
+  void read_number(const Argument&, const Napi::Value&, T&) {}
+
+  bool absent(const Argument& argument, const Napi::Value& value) {
+    if (!value.IsNull() && !value.IsUndefined()) return false;
+    if (!is_optional(argument.mode)) fail("type", argument.name, argument.name, " is missing");
+    return true;
+  }
+  void read_tensor(const Argument& argument, const Napi::Value& value, Tensor& field) {
+    if (is_output(argument.mode)) {
+      if (argument.mode == Mode::opt_out && absent(argument, value)) return;
+      field.format = argument.formats[0];
+      if (!value.IsUndefined()) field.format = parse_format(text_argument(value, argument.name), argument.name);
+      contract_.output_format(argument, field.format);
+      return;
+    }
+    if (absent(argument, value)) return;
+    const double handle = number_argument(value, argument.name);
+    field = addon_.memory.get(handle, argument.name);
+    contract_.input(argument, field);
+    if (is_changed(argument.mode)) changed_.push_back(handle);
+  }
+  void read_tensor(const Argument& argument, const Napi::Value& value, std::vector<Tensor>& field) {
+    if (absent(argument, value)) return;
+    if (!value.IsArray())
+      fail("type", argument.name, argument.name, " is ", value.ToString().Utf8Value(), " and must be a list of tensors");
+    const auto list = value.As<Napi::Array>();
+    contract_.list_length(argument, list.Length());
+    for (uint32_t i = 0; i < list.Length(); ++i) {
+      const std::string label = argument.name + "[" + std::to_string(i) + "]";
+      const double handle = number_argument(list.Get(i), label);
+      field.push_back(addon_.memory.get(handle, label));
+      contract_.list_item(argument, i, field.back());
+      if (is_changed(argument.mode)) changed_.push_back(handle);
+    }
+  }
+  template <class T>
+  void read_tensor(const Argument&, const Napi::Value&, T&) {}
+
+  void make_output(const Argument& argument, const Napi::Value& value, Tensor& field) {
+    if (!is_output(argument.mode)) return;
+    if (argument.mode == Mode::opt_out && (value.IsNull() || value.IsUndefined())) {
+      results_.push_back(info_.Env().Null());
+      return;
+    }
+    const double handle =
+        addon_.memory.make(field.format, contract_.output_shape(argument), args_.device, Purpose::temp);
+    made_.push_back(handle);
+    field = addon_.memory.get(handle, argument.name);
+    results_.push_back(Napi::Number::New(info_.Env(), handle));
+  }
+  template <class T>
+  void make_output(const Argument&, const Napi::Value&, T&) {}
+
+  const Napi::CallbackInfo& info_;
+  Addon& addon_;
+  const Op& op_;
+  const std::vector<int>& positions_;
+  Contract contract_;
+  Arguments args_;
+  std::vector<double> made_, changed_;
+  std::vector<Napi::Value> results_;
+};
+
+Addon& addon_of(const Napi::CallbackInfo& info) { return *info.Env().GetInstanceData<Addon>(); }
+
+template <class Arguments, int Index>
+Napi::Value call(const Napi::CallbackInfo& info) {
+  Addon& addon = addon_of(info);
+  const Op& op = table()[Index];
+  return addon.guarded(info.Env(), op.name.c_str(),
+                       [&] { return Call<Arguments>(info, addon, op, addon.positions[Index]).run(); });
+}
+
+// ---- tensors and memory ----
+
+Napi::Value make(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "make", [&]() -> Napi::Value {
+    const Format format = parse_format(text_argument(info[0], "format"), "format");
+    return Napi::Number::New(info.Env(), addon_of(info).memory.make(format, shape_argument(info[1]),
+                                                                     parse_device(text_argument(info[2], "device")),
+                                                                     parse_purpose(text_argument(info[3], "purpose"))));
+  });
+}
+
+Napi::Value free(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "free", [&]() -> Napi::Value {
+    addon_of(info).memory.free(number_argument(info[0], "tensor"));
+    return info.Env().Undefined();
+  });
+}
+
+// write(tensor, bytes): codes, then scales, as many bytes as the tensor has.
+Napi::Value write(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "write", [&]() -> Napi::Value {
+    const double handle = number_argument(info[0], "tensor");
+    const Tensor& tensor = addon_of(info).memory.get(handle, "tensor");
+    if (!info[1].IsTypedArray()) fail("type", "bytes", "bytes must be a typed array");
+    const auto bytes = info[1].As<Napi::TypedArray>();
+    const int64_t expected = bytes_of(tensor.format, tensor.shape);
+    if (static_cast<int64_t>(bytes.ByteLength()) != expected)
+      fail("shape", "bytes", "bytes has ", bytes.ByteLength(), " bytes and ", text_of(tensor), " has ", expected);
+    std::memcpy(tensor.data, static_cast<uint8_t*>(bytes.ArrayBuffer().Data()) + bytes.ByteOffset(), expected);
+    addon_of(info).memory.changed(handle);
+    return info.Env().Undefined();
+  });
+}
+
+// read(tensor): a promise of an ArrayBuffer with the bytes of the tensor.
+Napi::Value read(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "read", [&]() -> Napi::Value {
+    const Tensor& tensor = addon_of(info).memory.get(number_argument(info[0], "tensor"), "tensor");
+    const int64_t bytes = bytes_of(tensor.format, tensor.shape);
+    auto buffer = Napi::ArrayBuffer::New(info.Env(), bytes);
+    if (bytes) std::memcpy(buffer.Data(), tensor.data, bytes);
+    auto deferred = Napi::Promise::Deferred::New(info.Env());
+    deferred.Resolve(buffer);
+    return deferred.Promise();
+  });
+}
+
+Napi::Value info_of(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "info", [&]() -> Napi::Value {
+    const Tensor& tensor = addon_of(info).memory.get(number_argument(info[0], "tensor"), "tensor");
+    auto result = Napi::Object::New(info.Env());
+    result.Set("format", word_of(tensor.format));
+    result.Set("shape", array_of(info.Env(), tensor.shape));
+    result.Set("device", word_of(tensor.device));
+    result.Set("bytes", static_cast<double>(bytes_of(tensor.format, tensor.shape)));
+    return result;
+  });
+}
+
+Napi::Value retag(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "retag", [&]() -> Napi::Value {
+    addon_of(info).memory.retag(number_argument(info[0], "tensor"), parse_purpose(text_argument(info[1], "purpose")));
+    return info.Env().Undefined();
+  });
+}
+
+Napi::Value version(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "version", [&]() -> Napi::Value {
+    return Napi::Number::New(info.Env(),
+                             static_cast<double>(addon_of(info).memory.version(number_argument(info[0], "tensor"))));
+  });
+}
+
+Napi::Value memory(const Napi::CallbackInfo& info) {
+  const Memory& memory = addon_of(info).memory;
+  const auto& usage = memory.usage();
+  auto result = Napi::Object::New(info.Env()), live = Napi::Object::New(info.Env()), peak = Napi::Object::New(info.Env());
+  for (int i = 0; i < kPurposeCount; ++i) {
+    live.Set(kPurposes[i], static_cast<double>(usage.live[i]));
+    peak.Set(kPurposes[i], static_cast<double>(usage.peak[i]));
+  }
+  live.Set("total", static_cast<double>(usage.live_total));
+  peak.Set("total", static_cast<double>(usage.peak_total));
+  result.Set("live", live);
+  result.Set("peak", peak);
+  result.Set("tensors", static_cast<double>(usage.tensors));
+  result.Set("infs", static_cast<double>(memory.status().infs));
+  return result;
+}
+
+Napi::Value reset_peak(const Napi::CallbackInfo& info) {
+  addon_of(info).memory.reset_peak();
+  return info.Env().Undefined();
+}
+
+Napi::Value check_guards(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "checkGuards", [&]() -> Napi::Value {
+    addon_of(info).memory.check_guards();
+    return info.Env().Undefined();
+  });
+}
+
+// threads() or threads(count): how many threads take part in an op of the CPU backend.
+Napi::Value threads(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "threads", [&]() -> Napi::Value {
+    if (info.Length() > 0) cpu::set_threads(integer_argument(info[0], "threads"));
+    return Napi::Number::New(info.Env(), cpu::threads());
+  });
+}
+
+// ---- the table, for the test harness and the bench ----
+
+Napi::Value table_object(const Napi::CallbackInfo& info) {
+  static constexpr const char* modes[] = {"in",          "opt_in",         "inout", "out", "opt_out", "list_in",
+                                          "list_inout", "opt_list_in", "opt_list_inout", "f32", "i64",     "seed"};
+  const auto env = info.Env();
+  auto ops = Napi::Array::New(env);
+  for (const auto& op : table()) {
+    auto row = Napi::Object::New(env), only = Napi::Object::New(env);
+    auto arguments = Napi::Array::New(env), names = Napi::Array::New(env), words = Napi::Array::New(env);
+    for (const auto& argument : op.arguments) {
+      auto entry = Napi::Object::New(env);
+      auto formats = Napi::Array::New(env);
+      for (const auto& format : argument.formats) formats.Set(formats.Length(), word_of(format));
+      entry.Set("mode", modes[static_cast<int>(argument.mode)]);
+      entry.Set("name", argument.name);
+      entry.Set("formats", formats);
+      entry.Set("dims", argument.dims_text);
+      arguments.Set(arguments.Length(), entry);
+    }
+    for (const auto& name : op.only_names) names.Set(names.Length(), name);
+    for (const auto& combination : op.only_words) {
+      auto legal = Napi::Array::New(env);
+      for (const auto& format : combination) legal.Set(legal.Length(), word_of(format));
+      words.Set(words.Length(), legal);
+    }
+    only.Set("names", names);
+    only.Set("combinations", words);
+    row.Set("family", op.family);
+    row.Set("name", op.name);
+    row.Set("doc", op.doc);
+    row.Set("arguments", arguments);
+    row.Set("only", only);
+    ops.Set(ops.Length(), row);
+  }
+  return ops;
+}
+
+Napi::Value describe_text(const Napi::CallbackInfo& info) { return Napi::String::New(info.Env(), describe()); }
+
+Napi::Value set_error_class(const Napi::CallbackInfo& info) {
+  addon_of(info).error_class = Napi::Persistent(info[0].As<Napi::Function>());
+  return info.Env().Undefined();
+}
+
+Napi::Object init(Napi::Env env, Napi::Object exports) {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+    throw Napi::Error::New(env, "coat-fp8: this processor lacks AVX2 or FMA, which the CPU backend needs");
+  env.SetInstanceData(new Addon);
+  const auto set = [&](const char* name, Napi::Value (*function)(const Napi::CallbackInfo&)) {
+    exports.Set(name, Napi::Function::New(env, function, name));
+  };
+#define OP(family, op_name, doc, ...) set(#op_name, call<op_name##_args, kOp_##op_name>);
+#include "ops.def"
+#undef OP
+  set("make", make);
+  set("free", free);
+  set("write", write);
+  set("read", read);
+  set("info", info_of);
+  set("retag", retag);
+  set("version", version);
+  set("memory", memory);
+  set("resetPeak", reset_peak);
+  set("checkGuards", check_guards);
+  set("threads", threads);
+  set("table", table_object);
+  set("describe", describe_text);
+  set("setErrorClass", set_error_class);
+  return exports;
+}
+
+}  // namespace
+
+NODE_API_MODULE(coat_fp8, init)
+
+}  // namespace coat

@@ -1,0 +1,72 @@
+// convert: from any format to any other, and transposed for the formats that matmul reads.
+#include <cstring>
+
+#include "../ops.h"
+#include "rows.h"
+
+namespace coat::cpu {
+
+void convert(const convert_args& args) {
+  const Tensor &x = args.x, &y = args.y;
+  if (x.format == y.format && !args.scale) {
+    std::memcpy(y.data, x.data, bytes_of(x.format, x.shape));
+    return;
+  }
+  const bool by_row = y.format.scaling == Scaling::run;
+  const int64_t rows = by_row ? y.shape.rows() : 1, cols = by_row ? y.shape.cols() : y.shape.numel();
+  if (rows * cols == 0 && y.format.scaling != Scaling::tensor) return;
+  write_pieces(y, args.scale, rows, cols, kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); });
+}
+
+namespace {
+
+constexpr int64_t kTile = 64;
+
+// f(m0, m1, n0, n1) for the tiles of [M, N].
+template <class F>
+void each_tile(int64_t M, int64_t N, F&& f) {
+  const int64_t across = (N + kTile - 1) / kTile, down = (M + kTile - 1) / kTile;
+  parallel(across * down, 4, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t n = i / down * kTile, m = i % down * kTile;
+      f(m, std::min(M, m + kTile), n, std::min(N, n + kTile));
+    }
+  });
+}
+
+}  // namespace
+
+void convert_transposed(const convert_transposed_args& args) {
+  const Tensor &x = args.x, &y = args.y;
+  const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
+  if (x.format == y.format && !args.scale && x.format.scaling == Scaling::tensor) {
+    *y.scales<float>() = *x.scales<float>();
+    each_tile(M, N, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+      uint8_t tile[kTile][kTile];
+      for (int64_t m = m0; m < m1; ++m)
+        for (int64_t n = n0; n < n1; ++n) tile[n - n0][m - m0] = x.data[m * N + n];
+      for (int64_t n = n0; n < n1; ++n) std::memcpy(y.data + n * M + m0, tile[n - n0], m1 - m0);
+    });
+    return;
+  }
+  Writer writer(y, args.scale);
+  if (writer.measures()) {
+    const int64_t n = x.shape.numel();
+    parallel(n, kChunk, [&](int64_t begin, int64_t end) {
+      std::vector<float> values(end - begin);
+      read(x, begin, end, values.data());
+      writer.measure(values.data(), end - begin);
+    });
+    writer.seal();
+  }
+  each_tile(M, N, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+    float tile[kTile][kTile], row[kTile];
+    for (int64_t m = m0; m < m1; ++m) read(x, m * N + n0, m * N + n1, tile[m - m0]);
+    for (int64_t n = n0; n < n1; ++n) {
+      for (int64_t m = m0; m < m1; ++m) row[m - m0] = tile[m - m0][n - n0];
+      writer.write(n * M + m0, n * M + m1, row);
+    }
+  });
+}
+
+}  // namespace coat::cpu

@@ -1,0 +1,165 @@
+// matmul: y = a b^T, a b and a^T b in blocks packed to f32; a tile of y a task.
+#include "../ops.h"
+#include "gemm.h"
+#include "parallel.h"
+
+namespace coat::cpu {
+namespace {
+
+constexpr int kTile = kTileRows * kTileCols;
+constexpr int64_t kDepth = 320;       // most of K that registers sum up before the sum goes to memory
+constexpr int64_t kRowsOfTask = 96;   // rows of y that a task makes; fewer when y is small
+constexpr int64_t kColsOfTask = 512;  // and columns
+constexpr int64_t kTasks = 16;        // tasks wanted: the last one to end then keeps few threads waiting
+constexpr int64_t kPackedFloats = 4 << 20;  // room for packed b
+
+struct PackedB;
+struct TaskArrays;
+struct Bias;
+
+struct Product {
+  Operand a, b;
+  int64_t M, N, K;
+  Tensor y;
+  float scale = 1.f;
+  const float* bias = nullptr;
+};
+
+// Rows m.. and columns n.. of y from a tile of sums. A tile's row is one run of e4m3/g16. The whole tile is encoded on the
+// stack, in loops long enough for GCC to vectorise well, and then copied. What lies past the end of y is 0, or NaN under
+// an infinite operand: neither counts in a range.
+template <class Y>
+void finish(const Product& p, const float* sums, int64_t m, int64_t n) {
+  alignas(64) float x[kTile];
+  for (int i = 0; i < kTile; ++i) x[i] = sums[i] * p.scale;
+  if (p.bias)
+    for (int i = 0; i < kTile; ++i) x[i] += p.bias[n + i % kTileCols];
+  const Y y(p.y);
+  const int rows = static_cast<int>(std::min<int64_t>(kTileRows, p.M - m));
+  const int cols = static_cast<int>(std::min<int64_t>(kTileCols, p.N - n));
+  typename Y::Sealed sealed[kTile]{};
+  if constexpr (Y::run == kTileCols) {
+    Range each[kTile];
+    for (int i = 0; i < kTile; ++i) each[i].add(x[i]);
+    for (int r = 0; r < rows; ++r) {
+      Range range;
+#pragma GCC unroll 1
+      for (int c = 0; c < kTileCols; ++c) range.merge(each[r * kTileCols + c]);
+      const auto seal = y.seal((m + r) * ((p.N + kTileCols - 1) / kTileCols) + n / kTileCols, range);
+      for (int c = 0; c < kTileCols; ++c) sealed[r * kTileCols + c] = seal;
+    }
+  }
+  std::remove_pointer_t<decltype(y.codes)> codes[kTile];
+  Y tile = y;
+  tile.codes = codes;
+  for (int i = 0; i < kTile; ++i) tile.store(i, sealed[i], x[i]);
+  auto* to = y.codes + m * p.N + n;
+  for (int r = 0; r < rows; ++r, to += p.N) {
+    if (cols == kTileCols)
+      std::memcpy(to, codes + r * kTileCols, kTileCols * sizeof(*to));
+    else
+      std::memcpy(to, codes + r * kTileCols, static_cast<size_t>(cols) * sizeof(*to));
+  }
+}
+
+using Finish = void (*)(const Product&, const float*, int64_t, int64_t);
+
+// K in `count` equal blocks, a multiple of 8 each but for the last.
+struct Depth {
+  int64_t block, count;
+  explicit Depth(int64_t K) {
+    count = (K + kDepth - 1) / kDepth;
+    block = count ? round_up((K + count - 1) / count, 8) : 0;
+    count = block ? (K + block - 1) / block : 0;
+  }
+};
+
+// One task: rows m0..m1 and columns n0..n1 of y. `packed` is b from column `first`, `width` columns, block by block of K.
+void make_tile(const Product& p, const Depth& depth, const float* packed, int64_t first, int64_t width, int64_t m0,
+               int64_t m1, int64_t n0, int64_t n1, Finish finish) {
+  const int64_t panels = (m1 - m0 + kTileRows - 1) / kTileRows;
+  const int64_t room = round_up(panels * panel_floats<kTileRows>(depth.block), 16);
+  const int64_t strips = (n1 - n0 + kTileCols - 1) / kTileCols;
+  float* a = scratch<TaskArrays>(room + (depth.count > 1 ? panels * strips * kTile : kTile));
+  float* sums = a + room;
+  if (depth.count == 0) {
+    std::fill(sums, sums + kTile, 0.f);
+    for (int64_t n = n0; n < n1; n += kTileCols)
+      for (int64_t m = m0; m < m1; m += kTileRows) finish(p, sums, m, n);
+  }
+  for (int64_t d = 0; d < depth.count; ++d) {
+    const int64_t k = d * depth.block, steps = std::min(depth.block, p.K - k), panel = panel_floats<kTileRows>(steps);
+    pack<kTileRows>(p.a, m0, m1 - m0, k, steps, a);
+    const float* b = packed + k * width + (n0 - first) * steps;
+    float* c = sums;
+    for (int64_t n = n0; n < n1; n += kTileCols, b += kTileCols * steps)
+      for (int64_t i = 0; i < panels; ++i) {
+        const Tile t = product<1, kTileRows>(steps, a + i * panel, b, kTileCols);
+        if (d == 0)
+          put(t, c, kTileCols);
+        else
+          add(t, c, kTileCols);
+        if (d + 1 == depth.count) finish(p, c, m0 + i * kTileRows, n);
+        if (depth.count > 1) c += kTile;
+      }
+  }
+}
+
+void multiply(const Product& p, const Tensor& bias) {
+  if (p.M == 0 || p.N == 0) return;
+  Product product = p;
+  if (bias) {
+    float* values = scratch<Bias>(round_up(p.N, kTileCols));
+    decode(bias, 0, p.N, values);
+    std::fill(values + p.N, values + round_up(p.N, kTileCols), 0.f);
+    product.bias = values;
+  }
+  Finish finish = nullptr;
+  with("y", p.y, Views<F32, BF16, E4M3G16>{}, [&](auto y) { finish = coat::cpu::finish<decltype(y)>; });
+
+  const Depth depth(p.K);
+  const int64_t most = round_up(std::max<int64_t>(kPackedFloats / std::max<int64_t>(p.K, 1), kColsOfTask / 2), kTileCols);
+  for (int64_t first = 0; first < p.N; first += most) {
+    const int64_t end = std::min(p.N, first + most), width = round_up(end - first, kTileCols);
+    int64_t strips = (width + kColsOfTask - 1) / kColsOfTask, rows = kRowsOfTask;
+    int64_t cols = round_up((width + strips - 1) / strips, kTileCols);
+    const auto tasks = [&] { return ((p.M + rows - 1) / rows) * ((width + cols - 1) / cols); };
+    while (tasks() < kTasks && rows > 4 * kTileRows) rows /= 2;
+    while (tasks() < kTasks && cols > 4 * kTileCols) cols = round_up(cols / 2, kTileCols);
+
+    // b once for all tasks, a strip of columns and a block of K at a time
+    float* packed = scratch<PackedB>(width * p.K);
+    const int64_t strip = 8 * kTileCols, strips_of_b = (width + strip - 1) / strip;
+    parallel(strips_of_b * depth.count, 1, [&](int64_t job, int64_t) {
+      const int64_t d = job / strips_of_b, n = job % strips_of_b * strip;
+      const int64_t k = d * depth.block, steps = std::min(depth.block, p.K - k);
+      pack<kTileCols>(p.b, first + n, std::min(strip, end - first - n), k, steps, packed + k * width + n * steps);
+    });
+    strips = (width + cols - 1) / cols;
+    parallel(tasks(), 1, [&](int64_t job, int64_t) {
+      const int64_t m = job / strips * rows, n = first + job % strips * cols;
+      make_tile(product, depth, packed, first, width, m, std::min(p.M, m + rows), n, std::min(end, n + cols), finish);
+    });
+  }
+}
+
+float scale_of(const Tensor& x) { return x.format.scaling == Scaling::tensor ? *x.scales<float>() : 1.f; }
+
+}  // namespace
+
+void matmul_nt(const matmul_nt_args& args) {
+  const int64_t M = args.a.shape.dims[0], K = args.a.shape.dims[1], N = args.b.shape.dims[0];
+  multiply({{args.a, false, 0, K}, {args.b, false, 0, K}, M, N, K, args.y, scale_of(args.a) * scale_of(args.b)}, args.bias);
+}
+
+void matmul_nn(const matmul_nn_args& args) {
+  const int64_t M = args.a.shape.dims[0], K = args.a.shape.dims[1], N = args.b.shape.dims[1];
+  multiply({{args.a, false, 0, K}, {args.b, true, 0, N}, M, N, K, args.y}, {});
+}
+
+void matmul_tn(const matmul_tn_args& args) {
+  const int64_t M = args.a.shape.dims[1], K = args.a.shape.dims[0], N = args.b.shape.dims[1];
+  multiply({{args.a, true, 0, M}, {args.b, true, 0, N}, M, N, K, args.y}, {});
+}
+
+}  // namespace coat::cpu

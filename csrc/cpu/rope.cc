@@ -1,0 +1,34 @@
+// rope: turns the pairs (i, i + D/2) of every query and key head by the angle of its position.
+#include "../ops.h"
+#include "rows.h"
+
+namespace coat::cpu {
+
+void rope(const rope_args& args) {
+  const int64_t rows = args.qkv.shape.rows(), cols = args.qkv.shape.cols(), T = args.table.shape.rows();
+  const int64_t half = args.D / 2;
+  if (args.D % 2 != 0) fail("value", "D", "D is ", args.D, " and must be even, because rope turns pairs");
+  if (args.direction != 1 && args.direction != -1)
+    fail("value", "direction", "direction is ", args.direction, " and must be 1 or -1");
+  const float* table = args.table.as<float>();
+  const float sign = static_cast<float>(args.direction);
+  const Writer writer(args.qkv, {});
+  parallel(rows, rows_of_chunk(cols), [&](int64_t begin, int64_t end) {
+    std::vector<float> row(cols);
+    for (int64_t m = begin; m < end; ++m) {
+      read_row(args.qkv, m, row.data());
+      const float *cosine = table + m % T * args.D, *sine = cosine + half;
+      for (int64_t head = 0; head < args.H + args.J; ++head) {
+        float *first = row.data() + head * args.D, *second = first + half;
+        for (int64_t i = 0; i < half; ++i) {
+          const float a = first[i], b = second[i], s = sine[i] * sign;
+          first[i] = fma_(a, cosine[i], -(b * s));
+          second[i] = fma_(b, cosine[i], a * s);
+        }
+      }
+      writer.write(m * cols, (m + 1) * cols, row.data());
+    }
+  });
+}
+
+}  // namespace coat::cpu

@@ -1,0 +1,91 @@
+// Decoding and encoding of whole pieces, one compiled loop a format.
+#include "rows.h"
+
+namespace coat::cpu {
+namespace {
+
+using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128>;
+
+// f(block, from, to) for the runs that [begin, end) touches.
+template <class V, class F>
+void each_run(const Tensor& t, int64_t begin, int64_t end, F&& f) {
+  if constexpr (V::run == 0) {
+    f(0, begin, end);
+  } else if constexpr (V::format().scaling == Scaling::expand) {
+    for (int64_t i = begin; i < end;) {
+      const int64_t b = i / V::run, to = std::min(end, (b + 1) * V::run);
+      f(b, i, to);
+      i = to;
+    }
+  } else {
+    const int64_t cols = t.shape.cols(), runs = (cols + V::run - 1) / V::run;
+    for (int64_t i = begin; i < end;) {
+      const int64_t row = i / cols, run = (i - row * cols) / V::run;
+      const int64_t to = std::min(end, row * cols + std::min(cols, (run + 1) * V::run));
+      f(row * runs + run, i, to);
+      i = to;
+    }
+  }
+}
+
+}  // namespace
+
+void read(const Tensor& t, int64_t begin, int64_t end, float* out) {
+  with("x", t, All{}, [&](const auto view) {
+    each_run<std::remove_const_t<decltype(view)>>(t, begin, end, [&](int64_t b, int64_t from, int64_t to) {
+      const auto open = view.open(b);
+      float* __restrict target = out + (from - begin);
+      const int64_t count = to - from;
+      for (int64_t i = 0; i < count; ++i) target[i] = view.load(from + i, open);
+    });
+  });
+}
+
+Writer::Writer(const Tensor& y, const Tensor& scale)
+    : y_(y), measures_(y.format.scaling == Scaling::tensor && !scale) {
+  if (y.format.scaling != Scaling::tensor || !scale) return;
+  const float given = *scale.as<float>();
+  if (!(given >= kMinNormal && given < kInf))
+    fail("value", "scale", "scale is ", given, " and must be a positive finite number");
+  *y.scales<float>() = given;
+  inverse_ = 1.f / given;
+}
+
+void Writer::measure(const float* x, int64_t count) {
+  Range range;
+  for (int64_t i = 0; i < count; ++i) range.add(x[i]);
+  uint32_t seen = max_.load(std::memory_order_relaxed);
+  while (seen < range.max && !max_.compare_exchange_weak(seen, range.max, std::memory_order_relaxed)) {
+  }
+}
+
+void Writer::seal() {
+  const Range range{max_.load(), 0};  // infinities are counted as they are written
+  with("y", y_, Views<E4M3T, E5M2T>{}, [&](const auto view) { inverse_ = view.seal(0, range).inverse; });
+}
+
+void Writer::write(int64_t begin, int64_t end, const float* x) const {
+  with("y", y_, All{}, [&](const auto view) {
+    using V = std::remove_const_t<decltype(view)>;
+    each_run<V>(y_, begin, end, [&](int64_t b, int64_t from, int64_t to) {
+      const float* __restrict source = x + (from - begin);
+      const int64_t count = to - from;
+      if constexpr (V::format().scaling == Scaling::none) {
+        for (int64_t i = 0; i < count; ++i) view.store(from + i, {}, source[i]);
+      } else if constexpr (V::format().scaling == Scaling::tensor) {
+        uint32_t infs = 0;
+        for (int64_t i = 0; i < count; ++i) infs += abs_(source[i]) == kInf ? 1u : 0u;
+        count_infs(y_.status, infs);
+        const typename V::Sealed sealed{inverse_};
+        for (int64_t i = 0; i < count; ++i) view.store(from + i, sealed, source[i]);
+      } else {
+        std::conditional_t<V::format().scaling == Scaling::expand, RangeWithMin, Range> range;
+        for (int64_t i = 0; i < count; ++i) range.add(source[i]);
+        const auto sealed = view.seal(b, range);
+        for (int64_t i = 0; i < count; ++i) view.store(from + i, sealed, source[i]);
+      }
+    });
+  });
+}
+
+}  // namespace coat::cpu

@@ -1,0 +1,107 @@
+// Reading and writing of tensors in any format through f32 buffers: what the row-wise families of this folder share.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "../format.h"
+#include "parallel.h"
+
+namespace coat::cpu {
+
+// Elements [begin, end) of t, row-major, decoded to f32.
+void read(const Tensor& t, int64_t begin, int64_t end, float* out);
+inline void read_row(const Tensor& t, int64_t row, float* out) {
+  const int64_t cols = t.shape.cols();
+  read(t, row * cols, (row + 1) * cols, out);
+}
+// A whole tensor, such as the weight of a norm.
+inline std::vector<float> read_all(const Tensor& t) {
+  std::vector<float> values(t.shape.numel());
+  read(t, 0, t.shape.numel(), values.data());
+  return values;
+}
+
+// Encodes f32 values into y piece by piece. A /t format needs its scale first: given, or measured by showing every piece to
+// measure() and calling seal().
+class Writer {
+ public:
+  Writer(const Tensor& y, const Tensor& scale);
+  bool measures() const { return measures_; }
+  void measure(const float* x, int64_t count);
+  void seal();
+  // Elements [begin, end); begin lies at the start of a run and end at the end of one, or of a row.
+  void write(int64_t begin, int64_t end, const float* x) const;
+
+ private:
+  const Tensor& y_;
+  bool measures_;
+  float inverse_ = 1.f;
+  std::atomic<uint32_t> max_{0};
+  std::atomic<int64_t> infs_{0};
+};
+
+// Fills y, seen as [rows, cols] and cut into pieces of at most `piece` elements of a row, with what body(begin, end, out)
+// computes in f32. Runs body twice a piece where a scale has to be measured: cheaper than keeping the f32 values.
+template <class Body>
+void write_pieces(const Tensor& y, const Tensor& scale, int64_t rows, int64_t cols, int64_t piece, Body&& body) {
+  Writer writer(y, scale);
+  piece = std::max<int64_t>(1, std::min(piece, cols));
+  const int64_t pieces = (cols + piece - 1) / piece;
+  const auto sweep = [&](auto&& use) {
+    parallel(rows * pieces, rows_of_chunk(piece), [&](int64_t first, int64_t last) {
+      std::vector<float> out(piece);
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t row = i / pieces, start = (i % pieces) * piece;
+        const int64_t begin = row * cols + start, end = row * cols + std::min(cols, start + piece);
+        body(begin, end, out.data());
+        use(begin, end, out.data());
+      }
+    });
+  };
+  if (writer.measures()) {
+    sweep([&](int64_t begin, int64_t end, const float* x) { writer.measure(x, end - begin); });
+    writer.seal();
+  }
+  sweep([&](int64_t begin, int64_t end, const float* x) { writer.write(begin, end, x); });
+}
+
+// The same row by row: body(row, out).
+template <class Body>
+void write_rows(const Tensor& y, const Tensor& scale, Body&& body) {
+  const int64_t cols = y.shape.cols();
+  if (cols == 0) return;
+  write_pieces(y, scale, y.shape.rows(), cols, cols,
+               [&](int64_t begin, int64_t, float* out) { body(begin / cols, out); });
+}
+
+// Sum of f(i) over [0, n): eight FP64 partial sums, fixed by n.
+template <class F>
+double sum_of(int64_t n, F&& f) {
+  double partial[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (int64_t lane = 0; lane < 8; ++lane) partial[lane] += static_cast<double>(f(i + lane));
+  for (; i < n; ++i) partial[i % 8] += static_cast<double>(f(i));
+  return ((partial[0] + partial[4]) + (partial[1] + partial[5])) + ((partial[2] + partial[6]) + (partial[3] + partial[7]));
+}
+
+// Sums over rows: body(row, sums) adds a row to `sums` [width], once a chunk of rows fixed by shape; the chunks are added
+// in order, in FP64.
+template <class Body>
+std::vector<float> sum_rows(int64_t rows, int64_t cols, int64_t width, Body&& body) {
+  const int64_t chunk = rows_of_chunk(cols), chunks = (rows + chunk - 1) / chunk;
+  std::vector<float> partial(chunks * width, 0.f), total(width);
+  parallel(rows, chunk, [&](int64_t begin, int64_t end) {
+    float* sums = partial.data() + begin / chunk * width;
+    for (int64_t row = begin; row < end; ++row) body(row, sums);
+  });
+  for (int64_t n = 0; n < width; ++n) {
+    double sum = 0;
+    for (int64_t c = 0; c < chunks; ++c) sum += static_cast<double>(partial[c * width + n]);
+    total[n] = static_cast<float>(sum);
+  }
+  return total;
+}
+
+}  // namespace coat::cpu

@@ -1,0 +1,27 @@
+// What users import.
+export { type Batch, type Dataset, TextDataset, type TextOptions } from './data.ts'
+export { type LlamaConfig, LlamaForCausalLM, type ModelOptions } from './models/llama.ts'
+export {
+  Attention,
+  Block,
+  type Build,
+  build,
+  LayerNorm,
+  Linear,
+  linearFormats,
+  MLP,
+  Module,
+  Param,
+  RMSNorm,
+  recipe,
+  Sequential,
+} from './modules.ts'
+export { CoatError, type MemoryUsage } from './native.ts'
+export * as ops from './ops.ts'
+export { AdamW, type AdamWOptions, adamw, type GradientNorm } from './optimizer.ts'
+export { type Recipe, type RecipeName, recipes } from './recipes.ts'
+export { constant, cosine, type Schedule } from './schedule.ts'
+export { type LedgerRow, noGrad, Tape } from './tape.ts'
+export { type Device, device, type Format, memory, resetPeak, scope, Tensor, type TensorOptions } from './tensor.ts'
+export { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
+export { type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'

@@ -1,0 +1,252 @@
+// Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
+import { readFile } from 'node:fs/promises'
+import { join } from 'node:path'
+import { CoatError } from '../native.ts'
+import { type Build, Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
+import * as ops from '../ops.ts'
+import type { Recipe, RecipeName } from '../recipes.ts'
+import { readHeader, readTensor, type StoredTensor } from '../safetensors.ts'
+import { noGrad } from '../tape.ts'
+import { type Device, scope, Tensor } from '../tensor.ts'
+
+/** The fields of a Hugging Face config.json that matter here. */
+export interface LlamaConfig {
+  model_type?: 'llama' | 'qwen2' | 'olmo'
+  hidden_size: number
+  intermediate_size: number
+  num_hidden_layers: number
+  num_attention_heads: number
+  num_key_value_heads?: number
+  head_dim?: number
+  vocab_size: number
+  max_position_embeddings?: number
+  rms_norm_eps?: number
+  rope_theta?: number
+  rope_scaling?: null
+  tie_word_embeddings?: boolean
+  attention_bias?: boolean
+  mlp_bias?: boolean
+  hidden_act?: 'silu' | 'gelu'
+  initializer_range?: number
+}
+
+export interface ModelOptions {
+  recipe: RecipeName | Recipe
+  device?: Device | 'cpu'
+  /** Seed of the initial values (default 0). */
+  seed?: number
+}
+
+function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'>> {
+  const fail = (name: keyof LlamaConfig, rule: string): never => {
+    throw new CoatError(`config: ${name} is ${config[name]} and ${rule}`, 'config', 'LlamaForCausalLM', name)
+  }
+  for (const name of [
+    'hidden_size',
+    'intermediate_size',
+    'num_hidden_layers',
+    'num_attention_heads',
+    'vocab_size',
+  ] as const)
+    if (!Number.isSafeInteger(config[name]) || config[name] < 1) fail(name, 'must be an integer of at least 1')
+  const full = {
+    model_type: config.model_type ?? 'llama',
+    hidden_size: config.hidden_size,
+    intermediate_size: config.intermediate_size,
+    num_hidden_layers: config.num_hidden_layers,
+    num_attention_heads: config.num_attention_heads,
+    num_key_value_heads: config.num_key_value_heads ?? config.num_attention_heads,
+    head_dim: config.head_dim ?? config.hidden_size / config.num_attention_heads,
+    vocab_size: config.vocab_size,
+    max_position_embeddings: config.max_position_embeddings ?? 2048,
+    rms_norm_eps: config.rms_norm_eps ?? (config.model_type === 'olmo' ? 1e-5 : 1e-6),
+    rope_theta: config.rope_theta ?? 10000,
+    tie_word_embeddings: config.tie_word_embeddings ?? false,
+    attention_bias: config.attention_bias ?? config.model_type === 'qwen2',
+    mlp_bias: config.mlp_bias ?? false,
+    hidden_act: config.hidden_act ?? 'silu',
+    initializer_range: config.initializer_range ?? 0.02,
+  }
+  if (!['llama', 'qwen2', 'olmo'].includes(full.model_type)) fail('model_type', 'must be llama, qwen2 or olmo')
+  if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
+  if (config.rope_scaling) fail('rope_scaling', 'is not supported: it must be null')
+  if (!Number.isInteger(full.head_dim) || full.head_dim % 2 !== 0)
+    fail('hidden_size', `must give an even head size, which hidden_size / num_attention_heads = ${full.head_dim} is not`)
+  if (full.num_attention_heads % full.num_key_value_heads !== 0)
+    fail('num_key_value_heads', `must divide num_attention_heads = ${full.num_attention_heads}`)
+  return full
+}
+
+/** A decoder with a language-model head, tied to the embedding or not. */
+export class LlamaForCausalLM extends Module {
+  readonly config: ReturnType<typeof checked>
+  readonly recipe: Recipe
+  readonly embedding: Param
+  readonly layers: Block[]
+  readonly norm: RMSNorm | LayerNorm
+  readonly head: Linear | null
+  readonly #build: Build
+
+  constructor(config: LlamaConfig, options: ModelOptions) {
+    super()
+    const full = checked(config)
+    const built = build(options)
+    this.config = full
+    this.#build = built
+    this.recipe = built.recipe
+    const { hidden_size: hidden, initializer_range: std, rms_norm_eps: eps } = full
+    const olmo = full.model_type === 'olmo'
+    const norm = { hidden, norm: olmo ? 'layernorm' : 'rmsnorm', affine: !olmo, eps } as const
+    this.embedding = new Param(built, 'model.embed_tokens.weight', {
+      shape: [full.vocab_size, hidden],
+      format: built.recipe.param,
+      init: { std },
+      decay: true,
+    })
+    this.layers = Array.from(
+      { length: full.num_hidden_layers },
+      (_, i) =>
+        new Block(built, `model.layers.${i}`, {
+          ...norm,
+          heads: full.num_attention_heads,
+          kvHeads: full.num_key_value_heads,
+          headDim: full.head_dim,
+          qkvBias: full.attention_bias,
+          outputBias: full.attention_bias && full.model_type === 'llama',
+          ropeTheta: full.rope_theta,
+          inner: full.intermediate_size,
+          activation: full.hidden_act === 'silu' ? 'swiglu' : 'gelu',
+          bias: full.mlp_bias,
+          normNames: ['input_layernorm', 'post_attention_layernorm'],
+          outputStd: std / Math.sqrt(2 * full.num_hidden_layers),
+        }),
+    )
+    this.norm = normOf(built, 'model.norm', { ...norm, plain: true })
+    this.head = full.tie_word_embeddings
+      ? null
+      : new Linear(built, 'lm_head', { inputs: hidden, outputs: full.vocab_size, std, plain: true })
+  }
+
+  /** Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. */
+  forward(ids: Tensor, sequence: number): Tensor {
+    const { stream, dw } = this.recipe
+    if (sequence > this.config.max_position_embeddings)
+      throw new CoatError(
+        `forward: sequence is ${sequence} and must be at most max_position_embeddings = ${this.config.max_position_embeddings}`,
+        'value',
+        'forward',
+        'sequence',
+      )
+    return scope(() => {
+      let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
+      for (const layer of this.layers) {
+        const next = layer.forward(x, sequence)
+        x.dispose()
+        x = next
+      }
+      const y = this.norm.forward(x)
+      if (this.head) return this.head.forward(y)
+      return ops.linear(y, this.embedding.tensor, null, { x: stream, w: stream, dy: stream, y: stream, dx: stream, dw })
+    })
+  }
+
+  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. */
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor {
+    return scope(() => ops.crossEntropy(this.forward(ids, sequence), targets, weight))
+  }
+
+  /** Continues a prompt by `count` tokens: greedy at temperature 0, else sampled with `seed`. */
+  async generate(
+    prompt: readonly number[],
+    count: number,
+    options: { temperature?: number; seed?: number } = {},
+  ): Promise<number[]> {
+    if (prompt.length === 0)
+      throw new CoatError('generate: prompt is empty and must hold at least one token', 'value', 'generate', 'prompt')
+    const { temperature = 0, seed = 0 } = options
+    const tokens = [...prompt]
+    const vocabulary = this.config.vocab_size
+    let state = seed >>> 0
+    for (let i = 0; i < count; i++) {
+      const window = tokens.slice(-this.config.max_position_embeddings)
+      const logits = noGrad(() =>
+        scope(() => this.forward(Tensor.from(Int32Array.from(window), [window.length]), window.length)),
+      )
+      const values = await logits.read()
+      logits.dispose()
+      const last = values.subarray((window.length - 1) * vocabulary)
+      state = (Math.imul(state, 1664525) + 1013904223) >>> 0
+      tokens.push(pick(last, temperature, state / 2 ** 32))
+    }
+    return tokens.slice(prompt.length)
+  }
+
+  /** The parameter part of a checkpoint's name, or null. */
+  find(name: string): { param: Param; rows: readonly [number, number] } | null {
+    for (const param of this.parameters())
+      for (const part of param.parts) if (part.name === name) return { param, rows: part.rows }
+    return null
+  }
+
+  /** A folder with config.json and model.safetensors, or its shards with model.safetensors.index.json. */
+  static async fromPretrained(folder: string, options: ModelOptions): Promise<LlamaForCausalLM> {
+    const config = JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')) as LlamaConfig
+    const stored = await storedTensors(folder)
+    const model = new LlamaForCausalLM(config, options)
+    try {
+      for (const param of model.parameters()) {
+        const width = param.tensor.numel / (param.tensor.shape[0] as number)
+        const values = new Float32Array(param.tensor.numel)
+        for (const { name, rows } of param.parts) {
+          const entry = stored.get(name)
+          if (!entry)
+            throw new CoatError(`fromPretrained: ${folder} has no tensor '${name}'`, 'checkpoint', 'fromPretrained', name)
+          const part = await readTensor(entry.path, name, entry)
+          const expected = (rows[1] - rows[0]) * width
+          if (part.length !== expected)
+            throw new CoatError(
+              `fromPretrained: '${name}' [${entry.shape.join(', ')}] has ${part.length} elements and must have ${expected}`,
+              'checkpoint',
+              'fromPretrained',
+              name,
+            )
+          values.set(part, rows[0] * width)
+        }
+        param.write(values)
+      }
+      return model
+    } catch (error) {
+      model.dispose()
+      throw error
+    }
+  }
+}
+
+async function storedTensors(folder: string): Promise<Map<string, StoredTensor & { path: string }>> {
+  const index = await readFile(join(folder, 'model.safetensors.index.json'), 'utf8').catch(() => null)
+  const files = index
+    ? [...new Set(Object.values(JSON.parse(index).weight_map as Record<string, string>))]
+    : ['model.safetensors']
+  const all = new Map<string, StoredTensor & { path: string }>()
+  for (const file of files) {
+    if (file.includes('/') || file.includes('\\'))
+      throw new CoatError(`${folder}: shard '${file}' must lie in the folder`, 'checkpoint', 'fromPretrained', 'index')
+    const path = join(folder, file)
+    for (const [name, entry] of await readHeader(path)) all.set(name, { ...entry, path })
+  }
+  return all
+}
+
+function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
+  let best = 0
+  for (let i = 1; i < logits.length; i++) if ((logits[i] as number) > (logits[best] as number)) best = i
+  if (temperature === 0) return best
+  const top = logits[best] as number
+  const weights = Array.from(logits, (x) => Math.exp((x - top) / temperature))
+  let left = u * weights.reduce((a, b) => a + b, 0)
+  for (let i = 0; i < weights.length; i++) {
+    left -= weights[i] as number
+    if (left < 0) return i
+  }
+  return best
+}

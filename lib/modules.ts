@@ -1,0 +1,511 @@
+// Modules: parameters, and the layers of a decoder built from them after a recipe.
+import { CoatError, native } from './native.ts'
+import * as ops from './ops.ts'
+import { type Recipe, type RecipeName, recipes } from './recipes.ts'
+import { addGradient } from './tape.ts'
+import { type Device, device, type Format, type GradientSink, scope, Tensor } from './tensor.ts'
+
+const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
+  x: ['f32', 'bf16', 'e4m3/t'],
+  w: ['f32', 'bf16', 'e4m3/t'],
+  dy: ['f32', 'bf16', 'e5m2/t'],
+  scale: ['current'],
+  saved: ['f32', 'bf16', 'e4m3/g16'],
+  stream: ['f32', 'bf16'],
+  param: ['f32', 'bf16'],
+  master: ['f32', null],
+  dw: ['f32', 'bf16'],
+  m: ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128'],
+  v: ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128'],
+}
+
+const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
+  {
+    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t',
+    holds: ({ x, w, dy }) => w === x && dy === (x === 'e4m3/t' ? 'e5m2/t' : x),
+  },
+  { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
+  { text: 'a plain saved must have the format of stream', holds: ({ saved, stream }) => isScaled(saved) || saved === stream },
+  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
+  { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
+  { text: 'm and v must have one format', holds: ({ m, v }) => m === v },
+  { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
+]
+
+function isScaled(format: Format): boolean {
+  return format.includes('/')
+}
+
+/** A recipe by name, or one of the caller's: unknown names, axes, formats and illegal combinations are refused. */
+export function recipe(which: RecipeName | Recipe): Recipe {
+  const fail = (message: string, argument: string): never => {
+    throw new CoatError(`recipe: ${message}`, 'recipe', 'recipe', argument)
+  }
+  if (typeof which === 'string') {
+    const known = Object.hasOwn(recipes, which) ? recipes[which] : undefined
+    return known ?? fail(`'${which}' is unknown; the recipes are ${Object.keys(recipes).join(', ')}`, 'name')
+  }
+  for (const axis of Object.keys(which))
+    if (!Object.hasOwn(axes, axis)) fail(`axis '${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, axis)
+  for (const [axis, legal] of Object.entries(axes)) {
+    const value = which[axis as keyof Recipe]
+    if (!(legal as readonly unknown[]).includes(value))
+      fail(`${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`, axis)
+  }
+  for (const { text, holds } of rules)
+    if (!holds(which)) {
+      const shown = Object.entries(which).map(([axis, value]) => `${axis} '${value}'`)
+      fail(`${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
+    }
+  return which
+}
+
+/** What building a module needs to know. */
+export interface Build {
+  recipe: Recipe
+  device: Device
+  /** Seed of the initial values: a parameter's own stream comes from it and the parameter's name. */
+  seed: number
+}
+
+export function build(options: { recipe: RecipeName | Recipe; device?: Device | 'cpu'; seed?: number }): Build {
+  const seed = options.seed ?? 0
+  if (!Number.isSafeInteger(seed) || seed < 0)
+    throw new CoatError(`seed is ${seed} and must be an integer of at least 0`, 'value', 'build', 'seed')
+  return { recipe: recipe(options.recipe), device: device(options.device), seed }
+}
+
+/** A named part of a fused parameter: rows [from, to) of the tensor. */
+export interface Part {
+  name: string
+  rows: readonly [number, number]
+}
+
+export interface ParamOptions {
+  shape: readonly number[]
+  format: 'f32' | 'bf16'
+  /** Standard deviation of normal initial values, or one value for all. */
+  init: { std: number } | { value: number }
+  /** Whether weight decay applies. */
+  decay: boolean
+  parts?: readonly Part[]
+}
+
+/** A trained tensor and its gradient. Fused ones (q|k|v, gate|up) carry the names of their parts as checkpoints have them. */
+export class Param implements GradientSink, Disposable {
+  readonly name: string
+  readonly tensor: Tensor
+  readonly decay: boolean
+  readonly parts: readonly Part[]
+  grad: Tensor | null = null
+
+  constructor(build: Build, name: string, options: ParamOptions) {
+    this.name = name
+    this.decay = options.decay
+    const { shape, init, format } = options
+    this.parts = options.parts ?? [{ name, rows: [0, shape[0] as number] }]
+    this.tensor = scope(() => {
+      if ('value' in init)
+        return Tensor.from(new Float32Array(shape.reduce((a, b) => a * b, 1)).fill(init.value), shape, {
+          format,
+          device: build.device,
+        }).keep()
+      const [rows, cols] = shape as [number, number]
+      return Tensor.own(native.random_normal(format, rows, cols, 0, init.std, seedOf(build.seed, name))).keep()
+    })
+    native.retag(this.tensor.handle, 'param')
+    this.tensor.sink = this
+    this.tensor.requiresGrad = true
+    this.tensor.persistent = true
+    this.tensor.keepsScale = true
+  }
+
+  /** A frozen parameter gets neither gradient nor optimizer state. */
+  get frozen(): boolean {
+    return !this.tensor.requiresGrad
+  }
+  set frozen(value: boolean) {
+    this.tensor.requiresGrad = !value
+  }
+
+  accumulate(gradient: Tensor): void {
+    this.grad = addGradient(this.grad, gradient)
+    native.retag(this.grad.handle, 'grad')
+  }
+
+  dropGrad(): void {
+    this.grad?.release()
+    this.grad = null
+  }
+
+  /** Replaces the values by those of f32 `values` [the parameter's shape], rounded to its format. */
+  write(values: Float32Array): void {
+    const plain = Tensor.from(values, this.tensor.shape)
+    try {
+      if (this.tensor.format === 'f32') native.write(this.tensor.handle, values)
+      else native.add_into(zeroed(this.tensor).handle, plain.handle)
+    } finally {
+      plain.dispose()
+    }
+  }
+
+  dispose(): void {
+    this.dropGrad()
+    this.tensor.dispose()
+  }
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
+}
+
+function zeroed(tensor: Tensor): Tensor {
+  native.write(tensor.handle, new Uint8Array(tensor.bytes))
+  return tensor
+}
+
+// FNV-1a over the name, mixed with the seed: 52 bits, so that it stays an exact number.
+function seedOf(seed: number, name: string): number {
+  let low = 0x811c9dc5 ^ seed
+  let high = 0x9747b28c ^ Math.floor(seed / 2 ** 32)
+  for (let i = 0; i < name.length; i++) {
+    low = Math.imul(low ^ name.charCodeAt(i), 0x01000193)
+    high = Math.imul(high ^ name.charCodeAt(i), 0x85ebca6b) ^ (low >>> 13)
+  }
+  return (low >>> 0) + (high & 0xfffff) * 2 ** 32
+}
+
+/** Something with parameters. Its fields that are parameters, modules or arrays of modules are found by themselves. */
+export abstract class Module implements Disposable {
+  /** All parameters below this module; `pattern` picks by name, `*` standing for anything. */
+  parameters(pattern = '*'): Param[] {
+    const matcher = new RegExp(`^${pattern.split('*').map(escape).join('.*')}$`)
+    return [...this.#walk()].filter(
+      ({ name, parts }) => matcher.test(name) || parts.some((part) => matcher.test(part.name)),
+    )
+  }
+
+  *#walk(): Generator<Param> {
+    for (const value of Object.values(this))
+      for (const item of Array.isArray(value) ? value : [value])
+        if (item instanceof Param) yield item
+        else if (item instanceof Module) yield* item.#walk()
+  }
+
+  dispose(): void {
+    for (const param of this.parameters()) param.dispose()
+  }
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
+}
+
+function escape(text: string): string {
+  return text.replace(/[\\^$.|?+()[\]{}]/g, '\\$&')
+}
+
+export interface LinearOptions {
+  inputs: number
+  outputs: number
+  bias?: boolean
+  /** Standard deviation of the initial weight. */
+  std?: number
+  /** Format of the result; the stream's by default. */
+  result?: ops.LinearFormats['y']
+  /** Keep operands in the stream's format whatever the recipe says: the head. */
+  plain?: boolean
+  parts?: readonly Part[]
+  biasParts?: readonly Part[]
+}
+
+/** y = x wᵀ + b: x [M, inputs] → [M, outputs]. */
+export class Linear extends Module {
+  readonly weight: Param
+  readonly bias: Param | null
+  readonly formats: ops.LinearFormats
+
+  constructor(build: Build, name: string, options: LinearOptions) {
+    super()
+    const { recipe } = build
+    const { inputs, outputs, std = 0.02 } = options
+    this.formats = linearFormats(recipe, options)
+    this.weight = new Param(build, `${name}.weight`, {
+      shape: [outputs, inputs],
+      format: recipe.param,
+      init: { std },
+      decay: true,
+      ...(options.parts ? { parts: options.parts } : {}),
+    })
+    this.bias = options.bias
+      ? new Param(build, `${name}.bias`, {
+          shape: [outputs],
+          format: recipe.param,
+          init: { value: 0 },
+          decay: false,
+          ...(options.biasParts ? { parts: options.biasParts } : {}),
+        })
+      : null
+  }
+
+  forward(x: Tensor): Tensor {
+    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats)
+  }
+}
+
+export function linearFormats(recipe: Recipe, options: { plain?: boolean; result?: ops.LinearFormats['y'] }): ops.LinearFormats {
+  const { stream, dw } = recipe
+  const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x: recipe.x, w: recipe.w, dy: recipe.dy }
+  return { ...operands, y: options.result ?? stream, dx: stream, dw }
+}
+
+function normFormats({ saved, x, stream, dw }: Recipe, plain: boolean): ops.NormFormats {
+  return { x: saved, y: plain ? stream : x, dx: stream, dw }
+}
+
+/** RMSNorm over rows [M, size]; the weight is f32. `plain`: the result feeds an op that keeps the stream's format. */
+export class RMSNorm extends Module {
+  readonly weight: Param
+  readonly eps: number
+  readonly formats: ops.NormFormats
+
+  constructor(build: Build, name: string, options: { size: number; eps: number; plain?: boolean }) {
+    super()
+    this.eps = options.eps
+    this.formats = normFormats(build.recipe, options.plain ?? false)
+    this.weight = new Param(build, `${name}.weight`, normParam(options.size, 1))
+  }
+
+  forward(x: Tensor): Tensor {
+    return ops.rmsnorm(x, this.weight.tensor, this.eps, this.formats)
+  }
+}
+
+/** LayerNorm over rows [M, size]; without weight and bias when `affine` is false (OLMo). */
+export class LayerNorm extends Module {
+  readonly weight: Param | null
+  readonly bias: Param | null
+  readonly eps: number
+  readonly formats: ops.NormFormats
+
+  constructor(build: Build, name: string, options: { size: number; eps: number; affine?: boolean; plain?: boolean }) {
+    super()
+    const affine = options.affine ?? true
+    this.eps = options.eps
+    this.formats = normFormats(build.recipe, options.plain ?? false)
+    this.weight = affine ? new Param(build, `${name}.weight`, normParam(options.size, 1)) : null
+    this.bias = affine ? new Param(build, `${name}.bias`, normParam(options.size, 0)) : null
+  }
+
+  forward(x: Tensor): Tensor {
+    return ops.layernorm(x, this.weight?.tensor ?? null, this.bias?.tensor ?? null, this.eps, this.formats)
+  }
+}
+
+function normParam(size: number, value: number): ParamOptions {
+  return { shape: [size], format: 'f32', init: { value }, decay: false }
+}
+
+export interface AttentionSizes {
+  hidden: number
+  heads: number
+  kvHeads: number
+  headDim: number
+  /** Biases on q, k and v (Qwen2). */
+  qkvBias?: boolean
+  /** Bias on the output projection. */
+  outputBias?: boolean
+  causal?: boolean
+  /** Base of the rotation, or null for none. */
+  ropeTheta: number | null
+  /** Standard deviation of the initial output projection. */
+  outputStd?: number
+}
+
+/** Attention with one fused q|k|v projection: x [B·T, hidden] → [B·T, hidden]. */
+export class Attention extends Module {
+  readonly qkv: Linear
+  readonly output: Linear
+  readonly sizes: AttentionSizes
+  readonly stream: 'f32' | 'bf16'
+  #rope: { sequence: number; table: Tensor } | null = null
+
+  constructor(build: Build, name: string, sizes: AttentionSizes) {
+    super()
+    const { hidden, heads, kvHeads, headDim } = sizes
+    this.sizes = sizes
+    this.stream = build.recipe.stream
+    const q = heads * headDim
+    const kv = kvHeads * headDim
+    const parts = (kind: string): Part[] => [
+      { name: `${name}.q_proj.${kind}`, rows: [0, q] },
+      { name: `${name}.k_proj.${kind}`, rows: [q, q + kv] },
+      { name: `${name}.v_proj.${kind}`, rows: [q + kv, q + 2 * kv] },
+    ]
+    this.qkv = new Linear(build, `${name}.qkv_proj`, {
+      inputs: hidden,
+      outputs: q + 2 * kv,
+      bias: sizes.qkvBias ?? false,
+      parts: parts('weight'),
+      biasParts: parts('bias'),
+    })
+    this.output = new Linear(build, `${name}.o_proj`, {
+      inputs: q,
+      outputs: hidden,
+      bias: sizes.outputBias ?? false,
+      ...(sizes.outputStd === undefined ? {} : { std: sizes.outputStd }),
+    })
+  }
+
+  /** `sequence`: rows T of one sequence. */
+  forward(x: Tensor, sequence: number): Tensor {
+    const { heads, kvHeads, headDim, causal = true } = this.sizes
+    const mixed = ops.attention(this.qkv.forward(x), {
+      sequence,
+      heads,
+      kvHeads,
+      headDim,
+      causal,
+      rope: this.#table(sequence),
+      dx: this.stream,
+    })
+    return this.output.forward(mixed)
+  }
+
+  #table(sequence: number): Tensor | null {
+    if (this.sizes.ropeTheta === null) return null
+    if (this.#rope?.sequence !== sequence) {
+      this.#rope?.table.dispose()
+      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta: this.sizes.ropeTheta }).keep()
+      table.persistent = true
+      native.retag(table.handle, 'scratch')
+      this.#rope = { sequence, table }
+    }
+    return this.#rope.table
+  }
+
+  override dispose(): void {
+    this.#rope?.table.dispose()
+    this.#rope = null
+    super.dispose()
+  }
+}
+
+export interface MLPSizes {
+  hidden: number
+  inner: number
+  activation: 'swiglu' | 'gelu'
+  bias?: boolean
+  /** Standard deviation of the initial output projection. */
+  outputStd?: number
+}
+
+/** Two projections around an activation, SwiGLU with one fused gate|up projection or GELU: x [M, hidden] → [M, hidden]. */
+export class MLP extends Module {
+  readonly input: Linear
+  readonly output: Linear
+  readonly activation: MLPSizes['activation']
+  readonly formats: ops.ActivationFormats
+
+  constructor(build: Build, name: string, sizes: MLPSizes) {
+    super()
+    const { hidden, inner } = sizes
+    const { saved, x, dy } = build.recipe
+    const gated = sizes.activation === 'swiglu'
+    this.activation = sizes.activation
+    this.formats = { x: saved, y: x, dx: dy }
+    const parts = (kind: string): Part[] =>
+      gated
+        ? [
+            { name: `${name}.gate_proj.${kind}`, rows: [0, inner] },
+            { name: `${name}.up_proj.${kind}`, rows: [inner, 2 * inner] },
+          ]
+        : [{ name: `${name}.up_proj.${kind}`, rows: [0, inner] }]
+    this.input = new Linear(build, gated ? `${name}.gate_up_proj` : `${name}.up_proj`, {
+      inputs: hidden,
+      outputs: gated ? 2 * inner : inner,
+      bias: sizes.bias ?? false,
+      result: saved,
+      parts: parts('weight'),
+      biasParts: parts('bias'),
+    })
+    this.output = new Linear(build, `${name}.down_proj`, {
+      inputs: inner,
+      outputs: hidden,
+      bias: sizes.bias ?? false,
+      ...(sizes.outputStd === undefined ? {} : { std: sizes.outputStd }),
+    })
+  }
+
+  forward(x: Tensor): Tensor {
+    return this.output.forward(ops[this.activation](this.input.forward(x), this.formats))
+  }
+}
+
+export interface BlockSizes extends AttentionSizes, MLPSizes {
+  norm: 'rmsnorm' | 'layernorm'
+  /** Whether LayerNorm has weight and bias. */
+  affine?: boolean
+  eps: number
+  /** Names of the two norms in a checkpoint. */
+  normNames: readonly [string, string]
+}
+
+/** A pre-norm decoder block: x + attention(norm(x)), then x + mlp(norm(x)): [B·T, hidden] → [B·T, hidden]. */
+export class Block extends Module {
+  readonly attentionNorm: RMSNorm | LayerNorm
+  readonly attention: Attention
+  readonly mlpNorm: RMSNorm | LayerNorm
+  readonly mlp: MLP
+  readonly stream: 'f32' | 'bf16'
+  readonly twin: Format
+
+  constructor(build: Build, name: string, sizes: BlockSizes) {
+    super()
+    this.stream = build.recipe.stream
+    this.twin = build.recipe.saved
+    this.attentionNorm = normOf(build, `${name}.${sizes.normNames[0]}`, sizes)
+    this.attention = new Attention(build, `${name}.self_attn`, sizes)
+    this.mlpNorm = normOf(build, `${name}.${sizes.normNames[1]}`, sizes)
+    this.mlp = new MLP(build, `${name}.mlp`, sizes)
+  }
+
+  forward(x: Tensor, sequence: number): Tensor {
+    const middle = scope(() => this.#add(x, this.attention.forward(this.attentionNorm.forward(x), sequence)))
+    const y = scope(() => this.#add(middle, this.mlp.forward(this.mlpNorm.forward(middle))))
+    middle.dispose()
+    return y
+  }
+
+  #add(x: Tensor, change: Tensor): Tensor {
+    return ops.add(x, change, this.stream, this.twin)
+  }
+}
+
+/** The norm that a model's sizes ask for. */
+export function normOf(
+  build: Build,
+  name: string,
+  sizes: { hidden: number; norm: 'rmsnorm' | 'layernorm'; affine?: boolean; eps: number; plain?: boolean },
+): RMSNorm | LayerNorm {
+  const options = { size: sizes.hidden, eps: sizes.eps, plain: sizes.plain ?? false }
+  return sizes.norm === 'rmsnorm'
+    ? new RMSNorm(build, name, options)
+    : new LayerNorm(build, name, { ...options, affine: sizes.affine ?? true })
+}
+
+/** Modules one after the other; each input is freed once the next module has read it. */
+export class Sequential extends Module {
+  readonly modules: readonly (Module & { forward(x: Tensor): Tensor })[]
+  constructor(modules: readonly (Module & { forward(x: Tensor): Tensor })[]) {
+    super()
+    this.modules = modules
+  }
+  forward(x: Tensor): Tensor {
+    let y = x
+    for (const module of this.modules) {
+      const next = scope(() => module.forward(y))
+      if (y !== x) y.dispose()
+      y = next
+    }
+    return y
+  }
+}

@@ -1,0 +1,68 @@
+// GENERATED from csrc/ops.def by `npm run generate`: the ops of the native addon with dims and formats.
+
+/** A tensor of the native addon: slot and generation in one number. */
+export type Handle = number
+
+/** Every format word (csrc/tensor.h). */
+export type AnyFormat = 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'i32'
+
+export interface NativeOps {
+  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128'): Handle
+  /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert. x [M, N], scale [1], y [N, M]. */
+  convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t'): Handle
+  /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
+  amax(x: Handle): Handle
+  /** y = the scale stored in x. x […], y [1]. */
+  scale_of(x: Handle): Handle
+  /** y = a + b, summed in FP32; twin = the same FP32 sum, quantized. a […], b […], y […], twin […]. */
+  add(a: Handle, b: Handle, y: 'f32' | 'bf16', twin: 'e4m3/g16' | null): [y: Handle, twin: Handle | null]
+  /** y = y + x, summed in FP32. y […], x […]. */
+  add_into(y: Handle, x: Handle): void
+  /** y[n] = sum over m of x[m, n], FP32 partial sums fixed by shape: the gradient of a bias. x [M, N], y [N]. */
+  column_sum(x: Handle, y: 'f32' | 'bf16'): Handle
+  /** y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), row by row; scale, if given, is the per-tensor scale of y. x [M, N], w [N], scale [1], y [M, N], rstd [M]. */
+  rmsnorm_forward(x: Handle, w: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, rstd: Handle]
+  /** dx = rstd * (w * dy - xhat * mean(w * dy * xhat)), dw = sum over rows of dy * xhat, xhat = x * rstd. dy [M, N], x [M, N], w [N], rstd [M], dx [M, N], dw [N]. */
+  rmsnorm_backward(dy: Handle, x: Handle, w: Handle, rstd: Handle, dx: 'f32' | 'bf16', dw: 'f32' | 'bf16'): [dx: Handle, dw: Handle]
+  /** y = (x - mean) * rstd * w + b row by row, without w and b when absent; rstd = 1 / sqrt(var + eps). x [M, N], w [N], b [N], scale [1], y [M, N], mean [M], rstd [M]. */
+  layernorm_forward(x: Handle, w: Handle | null, b: Handle | null, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, mean: Handle, rstd: Handle]
+  /** g = w * dy: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); dw = sum of dy * xhat, db = sum of dy, over rows. dy [M, N], x [M, N], w [N], mean [M], rstd [M], dx [M, N], dw [N], db [N]. */
+  layernorm_backward(dy: Handle, x: Handle, w: Handle | null, mean: Handle, rstd: Handle, dx: 'f32' | 'bf16', dw: 'f32' | 'bf16' | null, db: 'f32' | 'bf16' | null): [dx: Handle, dw: Handle | null, db: Handle | null]
+  /** y = silu(gate) * up with gate = x[:, :F], up = x[:, F:]; scale, if given, is the per-tensor scale of y. x [M, 2*F], scale [1], y [M, F]. */
+  swiglu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
+  /** dx = [dy * up * silu'(gate), dy * silu(gate)]. dy [M, F], x [M, 2*F], dx [M, 2*F]. */
+  swiglu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t'): Handle
+  /** y = x * Phi(x), the exact (erf) form; scale, if given, is the per-tensor scale of y. x [M, N], scale [1], y [M, N]. */
+  gelu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
+  /** dx = dy * (Phi(x) + x * phi(x)). dy [M, N], x [M, N], dx [M, N]. */
+  gelu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t'): Handle
+  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T; direction -1 turns back (the gradient). qkv [B*T, (H+2*J)*D], table [T, D]. */
+  rope(qkv: Handle, table: Handle, H: number, J: number, D: number, direction: number): void
+  /** out = softmax(scale * q k^T, masked after the diagonal when causal) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H]. */
+  attention_forward(qkv: Handle, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): [out: Handle, lse: Handle]
+  /** Gradient of attention_forward for q, k and v, packed as qkv is. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
+  attention_backward(dout: Handle, qkv: Handle, out: Handle, lse: Handle, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): Handle
+  /** y[m] = w[ids[m]]. ids [M], w [V, N], y [M, N]. */
+  embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
+  /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */
+  embedding_backward(ids: Handle, dy: Handle, dw: 'f32' | 'bf16', V: number): Handle
+  /** loss = weight * sum over rows of lse[m] - logits[m, targets[m]]; rows whose target is ignore add nothing. lse in FP32, the sum in FP64. logits [M, V], targets [M], loss [1], lse [M]. */
+  cross_entropy_forward(logits: Handle, targets: Handle, ignore: number, weight: number): [loss: Handle, lse: Handle]
+  /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], dx [M, V]. */
+  cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, dx: 'f32' | 'bf16', ignore: number, weight: number): Handle
+  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32; y is rounded once. a [M, K], b [N, K], bias [N], y [M, N]. */
+  matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16'): Handle
+  /** y = a b. a [M, K], b [K, N], y [M, N]. */
+  matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
+  /** y = a^T b. a [K, M], b [K, N], y [M, N]. */
+  matmul_tn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
+  /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats. master, when given, is the FP32 parameter and p its rounded copy. p […], master […], g […], m […], v […], clip [2]. */
+  adamw(p: readonly Handle[], master: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], v: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, eps: number, weight_decay: number, correct1: number, correct2: number): void
+  /** norm = sqrt of the sum of all squares (FP64 partial sums fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
+  grad_norm(g: readonly Handle[], max_norm: number): [norm: Handle, norms: Handle, clip: Handle]
+  /** y[i] = mean + std * standard normal of (seed, i): the same bits on every device. y [M, N]. */
+  random_normal(y: 'f32' | 'bf16', M: number, N: number, mean: number, std: number, seed: number): Handle
+  /** y[i] = low + (high - low) * uniform in (0, 1) of (seed, i). y [M, N]. */
+  random_uniform(y: 'f32' | 'bf16', M: number, N: number, low: number, high: number, seed: number): Handle
+}

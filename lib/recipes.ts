@@ -1,0 +1,38 @@
+// Recipes: rows of data. A published system is one row; a test, a bench or a program may make its own.
+type Plain = 'f32' | 'bf16'
+
+/** How a model is trained, axis by axis. */
+export interface Recipe {
+  /** GEMM operand: input. */
+  x: Plain | 'e4m3/t'
+  /** GEMM operand: weight. */
+  w: Plain | 'e4m3/t'
+  /** GEMM operand: gradient of the output. */
+  dy: Plain | 'e5m2/t'
+  /** How a per-tensor scale is chosen: `current` measures every tensor. */
+  scale: 'current'
+  /** What nonlinear ops read, and backward keeps. */
+  saved: Plain | 'e4m3/g16'
+  /** Residual stream, attention and head. */
+  stream: Plain
+  /** Parameter of a matrix; norm weights are f32. */
+  param: Plain
+  /** FP32 copy that the optimizer changes where the parameter is rounded. */
+  master: 'f32' | null
+  /** Weight gradient. */
+  dw: Plain
+  /** First moment of AdamW. */
+  m: Plain | 'e4m3/g128' | 'e4m3/x128'
+  /** Second moment of AdamW. */
+  v: Plain | 'e4m3/g128' | 'e4m3/x128'
+}
+
+// biome-ignore format: rows that can be compared by eye
+export const recipes = {
+  //       GEMM x, w, dy                               scale             kept            stream          parameter, master, gradient             moments
+  fp32: { x: 'f32',    w: 'f32',    dy: 'f32',    scale: 'current', saved: 'f32',      stream: 'f32',  param: 'f32',  master: null,  dw: 'f32',  m: 'f32',       v: 'f32' },
+  bf16: { x: 'bf16',   w: 'bf16',   dy: 'bf16',   scale: 'current', saved: 'bf16',     stream: 'bf16', param: 'bf16', master: 'f32', dw: 'bf16', m: 'f32',       v: 'f32' },
+  coat: { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', stream: 'bf16', param: 'f32',  master: null,  dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
+} as const satisfies Record<string, Recipe>
+
+export type RecipeName = keyof typeof recipes

@@ -1,0 +1,221 @@
+// The tape: what forward recorded, what it keeps for backward (by op and format), and backward itself.
+import type { Handle } from './native.gen.ts'
+import { CoatError, native } from './native.ts'
+import { type FloatFormat, type GradientSink, type Remake, scope, Tensor } from './tensor.ts'
+
+/** Gradients of the inputs, in their order, from the gradient of the output and the saved tensors; null: none. */
+export type Backward = (gradient: Tensor, saved: readonly Tensor[]) => (Tensor | null)[]
+
+interface Input {
+  id: number
+  sink: GradientSink | null
+  wanted: boolean
+}
+
+interface Node {
+  op: string
+  inputs: Input[]
+  output: number
+  saved: readonly Tensor[]
+  backward: Backward
+}
+
+/** One tensor that backward will want: kept, or made again once from others. */
+interface Save {
+  op: string
+  count: number
+  remake: Remake | null
+  made: Tensor | null
+}
+
+export interface LedgerRow {
+  op: string
+  format: string
+  tensors: number
+  bytes: number
+}
+
+let current: Tape | null = null
+
+/** Records differentiable operations while `record` runs; `backward` then unwinds them, freeing as it goes. */
+export class Tape implements Disposable {
+  #nodes: Node[] = []
+  #saves = new Map<Tensor, Save>()
+
+  /** The tape that records now, if one does. */
+  static get current(): Tape | null {
+    return current
+  }
+
+  record<T>(f: () => T): T {
+    const outer = current
+    current = this
+    try {
+      return f()
+    } finally {
+      current = outer
+    }
+  }
+
+  /** Adds one operation: `saved` are the tensors that its backward reads. */
+  push(op: string, inputs: readonly Tensor[], output: Tensor, saved: readonly Tensor[], backward: Backward): void {
+    output.requiresGrad = true
+    for (const tensor of saved) this.#hold(tensor, op)
+    this.#nodes.push({
+      op,
+      inputs: inputs.map((input) => ({ id: input.id, sink: input.sink, wanted: input.requiresGrad })),
+      output: output.id,
+      saved,
+      backward,
+    })
+  }
+
+  /** Bytes kept for backward now, by op and format; they add up to `memory().live.saved`. */
+  ledger(): LedgerRow[] {
+    const rows = new Map<string, LedgerRow>()
+    for (const [tensor, { op, remake }] of this.#saves) {
+      if (remake || tensor.persistent) continue
+      const key = `${op} ${tensor.format}`
+      const row = rows.get(key) ?? { op, format: tensor.format, tensors: 0, bytes: 0 }
+      row.tensors += 1
+      row.bytes += tensor.bytes
+      rows.set(key, row)
+    }
+    return [...rows.values()]
+  }
+
+  /** Sends the gradient 1 into `loss` ([1]) and leaves gradients in the parameters. The tape is empty afterwards. */
+  backward(loss: Tensor): void {
+    if (loss.numel !== 1 || loss.format !== 'f32')
+      throw new CoatError(
+        `backward: loss ${loss.format}[${loss.shape.join(', ')}] must be f32[1]`,
+        'shape',
+        'backward',
+        'loss',
+      )
+    const gradients = new Map<number, Tensor>()
+    const outer = current
+    current = null
+    try {
+      gradients.set(loss.id, scope(() => Tensor.from([1], [1]).retain()))
+      for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
+        const { inputs, saved, backward } = node
+        const gradient = gradients.get(node.output)
+        gradients.delete(node.output)
+        try {
+          if (gradient)
+            scope(() => {
+              const results = backward(
+                gradient,
+                saved.map((tensor) => this.#get(tensor)),
+              )
+              inputs.forEach((input, i) => {
+                const result = results[i]
+                if (result && input.wanted) accumulate(gradients, input, result)
+              })
+            })
+        } finally {
+          gradient?.release()
+          for (const tensor of saved) this.#drop(tensor)
+        }
+      }
+    } finally {
+      current = outer
+      for (const gradient of gradients.values()) gradient.release()
+      this.dispose()
+    }
+  }
+
+  /** Frees everything the tape holds. */
+  dispose(): void {
+    for (const node of this.#nodes) for (const tensor of node.saved) this.#drop(tensor)
+    this.#nodes = []
+  }
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
+
+  #hold(tensor: Tensor, op: string): void {
+    const known = this.#saves.get(tensor)
+    if (known) {
+      known.count += 1
+      return
+    }
+    const remake = tensor.persistent ? null : (tensor.remake ?? this.#remakeOfTwin(tensor))
+    this.#saves.set(tensor, { op, count: 1, remake, made: null })
+    if (remake) {
+      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op)
+      if (remake !== tensor.remake) remake.scale.dispose() // the tape alone holds it
+    } else if (!tensor.persistent) {
+      tensor.retain()
+      native.retag(tensor.handle, 'saved')
+    }
+  }
+
+  // A quantized twin of a tensor that is kept anyway costs one pass to make again, and its scale four bytes to keep.
+  #remakeOfTwin(tensor: Tensor): Remake | null {
+    const source = tensor.source
+    const kept = source && this.#saves.get(source)
+    if (!kept || kept.remake || !tensor.format.endsWith('/t')) return null
+    const format = tensor.format as FloatFormat
+    return remakeOf(tensor, [source], ([from], scale) => native.convert((from as Tensor).handle, scale, format))
+  }
+
+  #get(tensor: Tensor): Tensor {
+    const save = this.#saves.get(tensor) as Save
+    if (!save.remake) return tensor
+    save.made ??= Tensor.own(save.remake.make(save.remake.sources.map((source) => this.#get(source)))).keep()
+    return save.made
+  }
+
+  #drop(tensor: Tensor): void {
+    const save = this.#saves.get(tensor)
+    if (!save || --save.count > 0) return
+    this.#saves.delete(tensor)
+    if (save.remake) {
+      save.made?.dispose()
+      for (const source of [...save.remake.sources, save.remake.scale]) this.#drop(source)
+    } else if (!tensor.persistent) {
+      native.retag(tensor.handle, 'temp')
+      tensor.release()
+    }
+  }
+}
+
+function accumulate(gradients: Map<number, Tensor>, input: Input, gradient: Tensor): void {
+  if (input.sink) input.sink.accumulate(gradient)
+  else gradients.set(input.id, addGradient(gradients.get(input.id) ?? null, gradient))
+}
+
+/** The sum of a held gradient and another one: in place when nobody else holds the first. The caller holds the result. */
+export function addGradient(held: Tensor | null, gradient: Tensor): Tensor {
+  if (!held) return gradient.retain()
+  if (held.exclusive) {
+    native.add_into(held.handle, gradient.handle)
+    return held
+  }
+  const [sum] = native.add(held.handle, gradient.handle, held.format as 'f32' | 'bf16', null)
+  held.release()
+  return scope(() => Tensor.own(sum).retain())
+}
+
+/** How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale. */
+export function remakeOf(
+  tensor: Tensor,
+  sources: readonly Tensor[],
+  make: (sources: readonly Tensor[], scale: Handle) => Handle,
+): Remake {
+  const scale = Tensor.own(native.scale_of(tensor.handle)).keep()
+  return { sources, scale, make: (held) => make(held, scale.handle) }
+}
+
+/** Runs f without recording. */
+export function noGrad<T>(f: () => T): T {
+  const outer = current
+  current = null
+  try {
+    return f()
+  } finally {
+    current = outer
+  }
+}

@@ -1,0 +1,349 @@
+// Tensors: a format, a shape and one native allocation; conversion on demand, and who holds what for how long.
+import type { AnyFormat, Handle } from './native.gen.ts'
+import { type Bytes, CoatError, type DeviceKind, type MemoryUsage, native, type Purpose } from './native.ts'
+
+/** A format word: `dtype[/t | /gN | /xN]` (csrc/tensor.h). */
+export type Format = AnyFormat
+/** Formats of numbers, as against ids. */
+export type FloatFormat = Exclude<Format, 'i32'>
+export type Shape = readonly number[]
+
+/** Where tensors live. */
+export interface Device extends Disposable {
+  readonly kind: DeviceKind
+  dispose(): void
+}
+
+class CpuDevice implements Device {
+  readonly kind = 'cpu'
+  dispose(): void {}
+  [Symbol.dispose](): void {}
+}
+
+/** `device('cpu')`, or `device()` for the best there is: CUDA where this build has it, else the CPU. */
+export function device(name: string | Device = 'cpu'): Device {
+  if (typeof name !== 'string') return name
+  if (name === 'cpu') return new CpuDevice()
+  if (name === 'cuda' || /^cuda:\d+$/.test(name))
+    throw new CoatError(
+      `device '${name}' is not there: this build of coat-fp8 has no CUDA backend; use device 'cpu'`,
+      'no_cuda',
+      'device',
+      'name',
+    )
+  throw new CoatError(`device is '${name}' and must be 'cpu', 'cuda' or 'cuda:N'`, 'device', 'device', 'name')
+}
+
+/** Bytes by purpose, live and at their peak, on this thread. */
+export function memory(): MemoryUsage {
+  return native.memory()
+}
+
+/** Starts the peaks of `memory()` again from what is live now. */
+export function resetPeak(): void {
+  native.resetPeak()
+}
+
+export type { Bytes, MemoryUsage }
+
+/** Receives the gradients of a tensor that outlives the tape: a parameter. */
+export interface GradientSink {
+  accumulate(gradient: Tensor): void
+}
+
+/** How backward makes a `/t` tensor again instead of keeping it: in one pass from `sources` and its scale, in the same bits. */
+export interface Remake {
+  readonly sources: readonly Tensor[]
+  /** f32 [1] */
+  readonly scale: Tensor
+  make(sources: readonly Tensor[]): Handle
+}
+
+interface Twin {
+  tensor: Tensor
+  version: number
+}
+
+let nextId = 1
+const scopes: Set<Tensor>[] = []
+
+export interface TensorOptions {
+  format?: Format
+  device?: Device | 'cpu'
+  purpose?: Purpose
+}
+
+/** A tensor of some format and shape. Immutable, except for what optimizer and accumulation change in place. */
+export class Tensor implements Disposable {
+  readonly handle: Handle
+  readonly format: Format
+  readonly shape: Shape
+  readonly bytes: number
+  /** Tells tensors apart even after they are freed. */
+  readonly id = nextId++
+  /** Where gradients of this tensor go; null for intermediate results. */
+  sink: GradientSink | null = null
+  requiresGrad = false
+  /** Lives as long as its module or optimizer: the tape reads it without holding it. */
+  persistent = false
+  remake: Remake | null = null
+  /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
+  keepsScale = false
+
+  #scope: Set<Tensor> | null = null
+  #user = false
+  #source: Tensor | null = null
+  #retained = 0
+  #freed = false
+  #twins = new Map<string, Twin>()
+  #scales = new Map<Format, Twin>()
+
+  private constructor(handle: Handle) {
+    const info = native.info(handle)
+    this.handle = handle
+    this.format = info.format
+    this.shape = info.shape
+    this.bytes = info.bytes
+  }
+
+  /** The tensor behind a handle that an op returned: held by the innermost scope, or by the caller outside of scopes. */
+  static own(handle: Handle): Tensor {
+    const tensor = new Tensor(handle)
+    tensor.#hand(scopes.at(-1))
+    return tensor
+  }
+
+  /** A tensor with these values, row-major; rounded to `format` (default `f32`, `i32` for integers). */
+  static from(values: Float32Array | Int32Array | readonly number[], shape: Shape, options: TensorOptions = {}): Tensor {
+    const count = shape.reduce((product, size) => product * size, 1)
+    if (values.length !== count)
+      throw new CoatError(
+        `values has ${values.length} elements and shape [${shape.join(', ')}] has ${count}`,
+        'shape',
+        'Tensor.from',
+        'values',
+      )
+    const integers = values instanceof Int32Array
+    const format = options.format ?? (integers ? 'i32' : 'f32')
+    if (integers !== (format === 'i32'))
+      throw new CoatError(
+        `format is '${format}' and must be ${integers ? "'i32' for an Int32Array" : 'a floating-point format, or the values an Int32Array'}`,
+        'format',
+        'Tensor.from',
+        'format',
+      )
+    const kind = device(options.device).kind
+    const plain = native.make(integers ? 'i32' : 'f32', shape, kind, options.purpose ?? 'temp')
+    native.write(plain, values instanceof Float32Array || integers ? values : Float32Array.from(values))
+    if (format === 'f32' || format === 'i32') return Tensor.own(plain)
+    try {
+      const made = native.convert(plain, null, format)
+      native.retag(made, options.purpose ?? 'temp')
+      return Tensor.own(made)
+    } finally {
+      native.free(plain)
+    }
+  }
+
+  static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
+    return Tensor.from(new Float32Array(shape.reduce((product, size) => product * size, 1)), shape, options)
+  }
+
+  get numel(): number {
+    return this.shape.reduce((product, size) => product * size, 1)
+  }
+  get disposed(): boolean {
+    return this.#freed
+  }
+  /** Whether one holder alone has this tensor, so that it may be changed in place. */
+  get exclusive(): boolean {
+    return this.#count() === 1
+  }
+
+  /**
+   * This tensor in another format, made once and shared by all who ask; it dies with this tensor, or when this tensor
+   * changes. `transposed`: [M, N] becomes [N, M]. A `/t` twin and its transpose share one scale, hence their codes.
+   */
+  as(format: FloatFormat, options: { transposed?: boolean } = {}): Tensor {
+    const transposed = options.transposed ?? false
+    if (format === this.format && !transposed) return this
+    const version = native.version(this.handle)
+    const key = transposed ? `${format} transposed` : format
+    const known = this.#twins.get(key)
+    if (known && known.version === version) return known.tensor
+    if (known) this.#dropTwin(key)
+    const scale = this.#scaleOf(format, version)
+    let handle: Handle
+    if (!transposed) {
+      handle = native.convert(this.handle, scale, format)
+    } else {
+      const straight = this.#twins.get(format)
+      const source = straight?.version === version ? straight.tensor : this
+      handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
+    }
+    const twin = this.adoptTwin(handle, key, version)
+    if (this.keepsScale && scale === null && format.endsWith('/t')) {
+      const kept = new Tensor(native.scale_of(twin.handle as Handle))
+      kept.#retained = 1
+      this.#scales.set(format, { tensor: kept, version })
+    }
+    return twin
+  }
+
+  /** Takes a twin that a producer wrote besides this tensor. */
+  adoptTwin(handle: Handle, key: string = native.info(handle).format, version = native.version(this.handle)): Tensor {
+    const tensor = new Tensor(handle)
+    tensor.#source = this
+    this.#twins.set(key, { tensor, version })
+    return tensor
+  }
+
+  /** The tensor of which this one is a twin. */
+  get source(): Tensor | null {
+    return this.#source
+  }
+
+  /** Frees the twins that nobody else holds; kept scales stay. */
+  dropTwins(): void {
+    for (const key of [...this.#twins.keys()]) this.#dropTwin(key)
+  }
+
+  /** The values, decoded: Int32Array for `i32`, else Float32Array. */
+  async read(): Promise<Float32Array | Int32Array> {
+    if (this.format === 'i32') return new Int32Array(await native.read(this.handle))
+    if (this.format === 'f32') return new Float32Array(await native.read(this.handle))
+    const plain = native.convert(this.handle, null, 'f32')
+    try {
+      return new Float32Array(await native.read(plain))
+    } finally {
+      native.free(plain)
+    }
+  }
+
+  /** The bytes as stored: codes, padding to 16, scales. */
+  async readBytes(): Promise<Uint8Array> {
+    return new Uint8Array(await native.read(this.handle))
+  }
+
+  /** The value of a tensor of one element. */
+  async item(): Promise<number> {
+    if (this.numel !== 1)
+      throw new CoatError(
+        `item() needs a tensor of one element, received ${this.format}[${this.shape.join(', ')}]`,
+        'shape',
+        'item',
+        'tensor',
+      )
+    return (await this.read())[0] as number
+  }
+
+  /** One more holder, who must `release()`. */
+  retain(): this {
+    this.#retained += 1
+    return this
+  }
+  release(): void {
+    this.#retained -= 1
+    this.#settle()
+  }
+
+  /** Takes the tensor out of its scope: it lives until `dispose()`. */
+  keep(): this {
+    this.#scope?.delete(this)
+    this.#scope = null
+    this.#user = true
+    return this
+  }
+
+  /** Gives up the caller's hold; the memory is freed when nobody else (tape, parameter, source) holds it. */
+  dispose(): void {
+    if (this.#freed) return
+    if (this.#scope) {
+      this.#scope.delete(this)
+      this.#scope = null
+    } else if (this.#user) {
+      this.#user = false
+    } else if (this.#source) {
+      this.#source.#forget(this)
+    }
+    this.#settle()
+  }
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
+
+  /** Runs f and frees every tensor made inside it, except those that it returns (alone, in arrays or in objects). */
+  static scope<T>(f: () => T): T {
+    const mine = new Set<Tensor>()
+    scopes.push(mine)
+    let result: T
+    try {
+      result = f()
+      if (result instanceof Promise)
+        throw new CoatError('scope(f): f returned a promise and must be synchronous', 'scope', 'scope', 'f')
+    } catch (error) {
+      scopes.pop()
+      for (const tensor of [...mine]) tensor.dispose()
+      throw error
+    }
+    scopes.pop()
+    for (const tensor of tensorsIn(result))
+      if (tensor.#scope === mine || (tensor.#source && !tensor.#scope && !tensor.#user)) {
+        mine.delete(tensor)
+        tensor.#hand(scopes.at(-1))
+      }
+    for (const tensor of [...mine]) tensor.dispose()
+    return result
+  }
+
+  #hand(to: Set<Tensor> | undefined): void {
+    this.#scope = to ?? null
+    this.#user = to === undefined
+    to?.add(this)
+  }
+  #count(): number {
+    return this.#retained + (this.#scope ? 1 : 0) + (this.#user ? 1 : 0) + (this.#source ? 1 : 0)
+  }
+  #settle(): void {
+    if (this.#freed || this.#count() > 0) return
+    this.#freed = true
+    this.dropTwins()
+    for (const { tensor } of this.#scales.values()) tensor.release()
+    this.#scales.clear()
+    this.remake?.scale.dispose()
+    this.remake = null
+    native.free(this.handle)
+  }
+  #dropTwin(key: string): void {
+    const twin = this.#twins.get(key)
+    if (!twin) return
+    this.#twins.delete(key)
+    twin.tensor.#source = null
+    twin.tensor.#settle()
+  }
+  #forget(twin: Tensor): void {
+    for (const [key, entry] of this.#twins) if (entry.tensor === twin) this.#dropTwin(key)
+  }
+  #scaleOf(format: Format, version: number): Handle | null {
+    const kept = this.#scales.get(format)
+    if (!kept) return null
+    if (kept.version === version) return kept.tensor.handle
+    this.#scales.delete(format)
+    kept.tensor.release()
+    return null
+  }
+}
+
+export const scope = Tensor.scope
+
+type Transposable = Parameters<typeof native.convert_transposed>[2]
+function transposable(format: Format): Transposable {
+  return format as Transposable // the native contract refuses what has no transpose, by name
+}
+
+function* tensorsIn(value: unknown): Generator<Tensor> {
+  if (value instanceof Tensor) yield value
+  else if (Array.isArray(value)) for (const item of value) yield* tensorsIn(item)
+  else if (value && typeof value === 'object' && Object.getPrototypeOf(value) === Object.prototype)
+    for (const item of Object.values(value)) yield* tensorsIn(item)
+}

@@ -1,0 +1,225 @@
+// The loop: batch → forward → backward → step. Yields one metrics object a step and writes nothing.
+import { setImmediate } from 'node:timers/promises'
+import type { Batch, Dataset } from './data.ts'
+import type { Module } from './modules.ts'
+import { CoatError, type MemoryUsage } from './native.ts'
+import { ignoreIndex } from './ops.ts'
+import { AdamW, type AdamWOptions, adamw } from './optimizer.ts'
+import type { Recipe } from './recipes.ts'
+import { constant, type Schedule } from './schedule.ts'
+import { type LedgerRow, noGrad, Tape } from './tape.ts'
+import { memory, resetPeak, scope, Tensor } from './tensor.ts'
+
+/** What the trainer needs of a model. */
+export interface TrainableModel extends Module {
+  readonly recipe: Recipe
+  /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor
+}
+
+export interface TrainerOptions {
+  data: Dataset
+  /** Sequences of one micro-batch. */
+  batch: number
+  /** Micro-batches of one step (default 1); the loss is the mean over all their tokens. */
+  accumulate?: number
+  /** Steps to do; skipped ones do not count. */
+  steps: number
+  optimizer?: AdamWOptions
+  schedule?: Schedule
+  /** Largest global norm of the gradients (default 1; 0: no clipping). Steps with a NaN or Inf are skipped either way. */
+  clip?: number
+  /** Consecutive skips after which training stops with an error (default 10). */
+  maxSkips?: number
+}
+
+/** One step, as it happened. */
+export interface StepMetrics {
+  /** Steps done after this one, from 1. */
+  step: number
+  /** Mean cross-entropy by tokens, in nats. */
+  loss: number
+  /** Norm of all gradients before clipping. */
+  gradNorm: number
+  lr: number
+  /** Tokens of this step that took part in the loss. */
+  tokens: number
+  tokensPerSecond: number
+  /** Milliseconds of this step. */
+  time: number
+  /** Whether the update was skipped because a gradient was not finite: nothing changed then. */
+  skipped: boolean
+  /** Skipped updates so far. */
+  skippedSteps: number
+  /** Infinities that quantization saturated in this step. */
+  infs: number
+  /** Bytes live after the step and their peaks within it. */
+  memory: MemoryUsage
+}
+
+const known = ['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips']
+
+/** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
+export class Trainer implements Disposable {
+  readonly model: TrainableModel
+  readonly optimizer: AdamW
+  readonly options: Required<Omit<TrainerOptions, 'optimizer'>>
+  /** Batches taken so far, skipped steps included. */
+  batches = 0
+  skippedSteps = 0
+  #skipsInARow = 0
+  #ledger: LedgerRow[] = []
+
+  constructor(model: TrainableModel, options: TrainerOptions) {
+    for (const key of Object.keys(options))
+      if (!known.includes(key))
+        throw new CoatError(
+          `Trainer: option '${key}' is unknown; the options are ${known.join(', ')}`,
+          'option',
+          'Trainer',
+          key,
+        )
+    const { optimizer, ...rest } = options
+    const full = { accumulate: 1, schedule: constant(), clip: 1, maxSkips: 10, ...rest }
+    for (const name of ['batch', 'accumulate', 'steps', 'maxSkips'] as const)
+      if (!Number.isSafeInteger(full[name]) || full[name] < 1)
+        throw new CoatError(
+          `Trainer: ${name} is ${full[name]} and must be an integer of at least 1`,
+          'value',
+          'Trainer',
+          name,
+        )
+    if (!(full.clip >= 0))
+      throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
+    this.model = model
+    this.options = full
+    this.optimizer = new AdamW(model, model.recipe, adamw(optimizer))
+  }
+
+  /** Bytes that the last micro-batch kept for backward, by op and format. */
+  get ledger(): readonly LedgerRow[] {
+    return this.#ledger
+  }
+
+  /** Runs until `steps` are done. The caller may stop at any step and go on with another `run()`. */
+  async *run(): AsyncGenerator<StepMetrics, void, void> {
+    while (this.optimizer.steps < this.options.steps) {
+      const metrics = await this.step()
+      yield metrics
+      await setImmediate()
+    }
+  }
+
+  /** One step: `accumulate` micro-batches, then an update, or a skip when a gradient is not finite. */
+  async step(): Promise<StepMetrics> {
+    const { data, batch, accumulate, steps, schedule, clip, maxSkips } = this.options
+    const { optimizer } = this
+    const started = performance.now()
+    const infsBefore = memory().infs
+    resetPeak()
+    optimizer.dropGrads()
+    const batches = Array.from({ length: accumulate }, (_, i) => data.batch(this.batches + i, batch))
+    const tokens = batches.reduce((sum, { targets }) => sum + counted(targets), 0)
+    const losses: Tensor[] = []
+    let loss = 0
+    let gradNorm = 0
+    let skip = false
+    const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    try {
+      for (const micro of batches) losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+      const norm = optimizer.gradNorm(clip)
+      try {
+        optimizer.step(lr, norm.clip)
+        for (const part of losses) loss += await part.item()
+        gradNorm = await norm.norm.item()
+        skip = (await norm.clip.read())[1] !== 0
+        if (skip) await this.#skipped(norm.norms, maxSkips)
+      } finally {
+        norm.norm.dispose()
+        norm.norms.dispose()
+        norm.clip.dispose()
+      }
+    } finally {
+      for (const part of losses) part.dispose()
+      optimizer.dropGrads()
+    }
+    this.batches += accumulate
+    if (!skip) {
+      optimizer.advance()
+      this.#skipsInARow = 0
+    }
+    const time = performance.now() - started
+    const usage = memory()
+    return {
+      step: optimizer.steps,
+      loss,
+      gradNorm,
+      lr,
+      tokens,
+      tokensPerSecond: (tokens / time) * 1000,
+      time,
+      skipped: skip,
+      skippedSteps: this.skippedSteps,
+      infs: usage.infs - infsBefore,
+      memory: usage,
+    }
+  }
+
+  /** Mean loss by tokens over `sequences` held-out sequences, in nats; parameters and state stay as they are. */
+  async validate(sequences = 64): Promise<number> {
+    const { data, batch } = this.options
+    let sum = 0
+    let tokens = 0
+    for (const part of data.validation(sequences, batch)) {
+      const count = counted(part.targets)
+      const loss = noGrad(() => scope(() => this.model.loss(...tensorsOf(part), part.sequence, 1))).keep()
+      sum += await loss.item()
+      tokens += count
+      loss.dispose()
+      await setImmediate()
+    }
+    return sum / tokens
+  }
+
+  dispose(): void {
+    this.optimizer.dropGrads()
+    this.optimizer.dispose()
+  }
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
+
+  #forwardBackward(micro: Batch, weight: number): Tensor {
+    using tape = new Tape()
+    return scope(() => {
+      const loss = tape.record(() => this.model.loss(...tensorsOf(micro), micro.sequence, weight))
+      this.#ledger = tape.ledger()
+      tape.backward(loss)
+      return loss.keep()
+    })
+  }
+
+  async #skipped(norms: Tensor, maxSkips: number): Promise<void> {
+    this.skippedSteps += 1
+    this.#skipsInARow += 1
+    if (this.#skipsInARow < maxSkips) return
+    const values = await norms.read()
+    const bad = this.optimizer.clipped.filter((_, i) => !Number.isFinite(values[i]))
+    throw new CoatError(
+      `training: the gradient was not finite in ${this.#skipsInARow} steps in a row (maxSkips), in: ${bad.map(({ name }) => name).join(', ')}`,
+      'diverged',
+      'training',
+      bad[0]?.name ?? '',
+    )
+  }
+}
+
+function tensorsOf({ ids, targets }: Batch): [Tensor, Tensor] {
+  return [Tensor.from(ids, [ids.length]), Tensor.from(targets, [targets.length])]
+}
+
+function counted(targets: Int32Array): number {
+  let count = 0
+  for (const target of targets) if (target !== ignoreIndex) count += 1
+  return count
+}
