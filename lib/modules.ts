@@ -185,14 +185,18 @@ export abstract class Module implements Disposable {
   }
 
   *#walk(): Generator<Param> {
+    for (const item of this.#children())
+      if (item instanceof Param) yield item
+      else yield* item.#walk()
+  }
+  *#children(): Generator<Param | Module> {
     for (const value of Object.values(this))
       for (const item of Array.isArray(value) ? value : [value])
-        if (item instanceof Param) yield item
-        else if (item instanceof Module) yield* item.#walk()
+        if (item instanceof Param || item instanceof Module) yield item
   }
 
   dispose(): void {
-    for (const param of this.parameters()) param.dispose()
+    for (const item of this.#children()) item.dispose()
   }
   [Symbol.dispose](): void {
     this.dispose()
@@ -258,10 +262,10 @@ export function linearFormats(recipe: Recipe, options: { plain?: boolean; result
 }
 
 function normFormats({ saved, x, stream, dw }: Recipe, plain: boolean): ops.NormFormats {
-  return { x: saved, y: plain ? stream : x, dx: stream, dw }
+  return plain ? { x: stream, y: stream, dx: stream, dw } : { x: saved, y: x, dx: stream, dw }
 }
 
-/** RMSNorm over rows [M, size]; the weight is f32. `plain`: the result feeds an op that keeps the stream's format. */
+/** RMSNorm over rows [M, size]; the weight is f32. `plain`: input and result keep the stream's format, as before the head. */
 export class RMSNorm extends Module {
   readonly weight: Param
   readonly eps: number

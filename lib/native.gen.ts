@@ -37,8 +37,8 @@ export interface NativeOps {
   gelu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
   /** dx = dy * (Phi(x) + x * phi(x)). dy [M, N], x [M, N], dx [M, N]. */
   gelu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t'): Handle
-  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T; direction -1 turns back (the gradient). qkv [B*T, (H+2*J)*D], table [T, D]. */
-  rope(qkv: Handle, table: Handle, H: number, J: number, D: number, direction: number): void
+  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T; direction -1 turns back (the gradient). table [T, D], qkv [B*T, (H+2*J)*D]. */
+  rope(table: Handle, qkv: Handle, H: number, J: number, D: number, direction: number): void
   /** out = softmax(scale * q k^T, masked after the diagonal when causal) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H]. */
   attention_forward(qkv: Handle, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): [out: Handle, lse: Handle]
   /** Gradient of attention_forward for q, k and v, packed as qkv is. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */

@@ -198,7 +198,7 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   const { sequence: T, heads: H, kvHeads: J, headDim: D, rope } = options
   const scale = 1 / Math.sqrt(D)
   const causal = options.causal ? 1 : 0
-  if (rope) native.rope(qkv.handle, rope.handle, H, J, D, 1)
+  if (rope) native.rope(rope.handle, qkv.handle, H, J, D, 1)
   const format = qkv.format as Plain
   const [outHandle, lseHandle] = native.attention_forward(qkv.handle, format, T, H, J, D, causal, scale)
   const out = Tensor.own(outHandle)
@@ -218,7 +218,7 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
       causal,
       scale,
     )
-    if (rope) native.rope(dqkv, rope.handle, H, J, D, -1)
+    if (rope) native.rope(rope.handle, dqkv, H, J, D, -1)
     return [Tensor.own(dqkv)]
   })
   return out

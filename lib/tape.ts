@@ -97,7 +97,7 @@ export class Tape implements Disposable {
     const outer = current
     current = null
     try {
-      gradients.set(loss.id, scope(() => Tensor.from([1], [1]).retain()))
+      gradients.set(loss.id, retained(Tensor.from([1], [1])))
       for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
         const { inputs, saved, backward } = node
         const gradient = gradients.get(node.output)
@@ -196,7 +196,13 @@ export function addGradient(held: Tensor | null, gradient: Tensor): Tensor {
   }
   const [sum] = native.add(held.handle, gradient.handle, held.format as 'f32' | 'bf16', null)
   held.release()
-  return scope(() => Tensor.own(sum).retain())
+  return retained(Tensor.own(sum))
+}
+
+// Moves the hold on a new tensor from scope or caller to whoever will release it.
+function retained(tensor: Tensor): Tensor {
+  tensor.retain().dispose()
+  return tensor
 }
 
 /** How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale. */

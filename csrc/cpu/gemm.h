@@ -1,4 +1,4 @@
-// Products of small tiles in AVX2 registers, and the packing that feeds them; matmul and attention are built from these.
+// Products of small tiles in AVX2 registers, and the packing that feeds them; matmul and attention build on these.
 // A panel holds R lanes step by step: out[step * R + lane]. Sums run over the steps in ascending order.
 #pragma once
 #include <immintrin.h>
@@ -28,7 +28,9 @@ float* scratch(int64_t floats) {
   if (floats > held) {
     array.reset();
     held = 0;
-    array.reset(static_cast<float*>(::operator new(static_cast<size_t>(floats) * sizeof(float), alignment)));
+    const size_t bytes = static_cast<size_t>(floats) * sizeof(float);
+    array.reset(static_cast<float*>(::operator new(bytes, alignment, std::nothrow)));
+    if (!array) fail("out_of_memory", "device", "out of memory on cpu: requested ", bytes, " bytes of scratch");
     held = floats;
   }
   return array.get();
@@ -36,28 +38,31 @@ float* scratch(int64_t floats) {
 
 // ---- codes of a tensor as f32 and back ----
 
-// A loop and no memcpy: n is small, the call would cost more than the copy.
-inline void copy(const float* from, int64_t n, float* to) {
-  int64_t j = 0;
-  for (; j + 8 <= n; j += 8) _mm256_storeu_ps(to + j, _mm256_loadu_ps(from + j));
-  for (; j < n; ++j) to[j] = from[j];
-}
-
 template <class Code>
 inline void decode_as(const Tensor& x, int64_t i, int64_t n, float* __restrict out) {
   const Code* __restrict codes = x.as<Code>() + i;
   for (int64_t j = 0; j < n; ++j) out[j] = Code::decode(codes[j].code);
 }
 
-// out[j] = code i + j of x, without its scale: exact in f32.
-inline void decode(const Tensor& x, int64_t i, int64_t n, float* out) {
+// out[j] = code i + j of x, without its scale: exact in f32. Not inlined: where GCC sees a bound of n it copies f32 by
+// `rep movs`, which is slow for short runs.
+[[gnu::noinline]] inline void decode(const Tensor& x, int64_t i, int64_t n, float* out) {
   if (n <= 0) return;
   switch (x.format.dtype) {
-    case DType::f32: copy(x.as<float>() + i, n, out); break;
-    case DType::bf16: decode_as<BFloat16>(x, i, n, out); break;
-    case DType::e4m3: decode_as<E4M3>(x, i, n, out); break;
-    case DType::e5m2: decode_as<E5M2>(x, i, n, out); break;
-    case DType::i32: break;
+    case DType::f32:
+      std::memcpy(out, x.as<float>() + i, static_cast<size_t>(n) * sizeof(float));
+      break;
+    case DType::bf16:
+      decode_as<BFloat16>(x, i, n, out);
+      break;
+    case DType::e4m3:
+      decode_as<E4M3>(x, i, n, out);
+      break;
+    case DType::e5m2:
+      decode_as<E5M2>(x, i, n, out);
+      break;
+    case DType::i32:
+      break;
   }
 }
 
@@ -65,7 +70,7 @@ inline void decode(const Tensor& x, int64_t i, int64_t n, float* out) {
 inline void encode(const Tensor& y, int64_t i, int64_t n, const float* __restrict in) {
   if (n <= 0) return;
   if (y.format.dtype == DType::f32) {
-    copy(in, n, y.as<float>() + i);
+    std::memcpy(y.as<float>() + i, in, static_cast<size_t>(n) * sizeof(float));
   } else {
     BFloat16* __restrict codes = y.as<BFloat16>() + i;
     for (int64_t j = 0; j < n; ++j) codes[j].code = BFloat16::encode(in[j]);
@@ -74,7 +79,7 @@ inline void encode(const Tensor& y, int64_t i, int64_t n, const float* __restric
 
 // ---- transposing and packing ----
 
-// to[j * to_row + i] = from[i * from_row + j] for i, j < 8.
+// to[j * to_row + i] = from[i * from_row + j] for i < 8 and j < min(8, rows_out).
 inline void transpose8(const float* from, int64_t from_row, float* to, int64_t to_row, int64_t rows_out = 8) {
   __m256 r[8], s[8];
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * from_row);
@@ -121,34 +126,38 @@ constexpr int64_t panel_floats(int64_t steps) {
 // Lanes lane.. and steps step.. of x as panels of R; lanes of the last panel that do not exist are zero.
 template <int R>
 void pack(const Operand& x, int64_t lane, int64_t lanes, int64_t step, int64_t steps, float* out) {
-  constexpr int kRows = (R + 7) / 8 * 8, kSteps = 256, kPanels = 16;
+  constexpr int kLanes = (R + 7) / 8 * 8, kSteps = 128, kPanels = 16, kWide = R * kPanels + 8, kDeep = 8;
   const int64_t panel = panel_floats<R>(steps);
-  alignas(64) float held[kRows * kSteps > R * kPanels + 8 ? kRows * kSteps : R * kPanels + 8] = {};
   if (x.across) {
+    alignas(64) float held[kDeep * kWide] = {};
     for (int64_t i = 0; i < lanes; i += R * kPanels) {
       const int64_t n = std::min<int64_t>(lanes - i, R * kPanels);
-      std::fill(held + n, held + round_up(n, R) + kRows - R, 0.f);
-      const uint8_t* from = x.tensor.data + (x.offset + step * x.row + lane + i) * code_bytes(x.tensor.format.dtype);
-      const int64_t stride = x.row * code_bytes(x.tensor.format.dtype), bytes = n * code_bytes(x.tensor.format.dtype);
-      for (int64_t k = 0; k < steps; ++k) {
-        if (k + 12 < steps)
-          for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(from + (k + 12) * stride + line, _MM_HINT_T0);
-        decode(x.tensor, x.offset + (step + k) * x.row + lane + i, n, held);
-        float* to = out + i / R * panel + k * R;
-        for (int64_t j = 0; j < n; j += R, to += panel)
-          for (int v = 0; v < kRows; v += 8) _mm256_storeu_ps(to + v, _mm256_loadu_ps(held + j + v));
+      if (n % R)
+        for (int d = 0; d < kDeep; ++d) std::fill(held + d * kWide + n, held + d * kWide + round_up(n, R), 0.f);
+      // several steps are decoded before the first is read again, at other boundaries than it was written
+      for (int64_t k = 0; k < steps; k += kDeep) {
+        const int64_t deep = std::min<int64_t>(steps - k, kDeep);
+        for (int64_t d = 0; d < deep; ++d)
+          decode(x.tensor, x.offset + (step + k + d) * x.row + lane + i, n, held + d * kWide);
+        for (int64_t j = 0; j < n; j += R) {
+          float* to = out + (i + j) / R * panel + k * R;
+          for (int64_t d = 0; d < deep; ++d, to += R)
+            for (int v = 0; v < kLanes; v += 8) _mm256_storeu_ps(to + v, _mm256_loadu_ps(held + d * kWide + j + v));
+        }
       }
     }
     return;
   }
+  alignas(64) float held[kLanes * kSteps] = {};  // rows past R stay zero
   for (int64_t i = 0; i < lanes; i += R, out += panel) {
     const int64_t n = std::min<int64_t>(lanes - i, R);
     if (n < R) std::fill(held + n * kSteps, held + R * kSteps, 0.f);
     for (int64_t k = 0; k < steps; k += kSteps) {
       const int64_t width = std::min<int64_t>(steps - k, kSteps);
-      for (int64_t r = 0; r < n; ++r) decode(x.tensor, x.offset + (lane + i + r) * x.row + step + k, width, held + r * kSteps);
+      for (int64_t r = 0; r < n; ++r)
+        decode(x.tensor, x.offset + (lane + i + r) * x.row + step + k, width, held + r * kSteps);
       for (int64_t w = 0; w < width; w += 8)
-        for (int v = 0; v < kRows; v += 8)
+        for (int v = 0; v < kLanes; v += 8)
           transpose8(held + v * kSteps + w, kSteps, out + (k + w) * R + v, R, width - w);
     }
   }
@@ -186,6 +195,7 @@ inline __attribute__((always_inline)) Tile product(int64_t steps, const float* a
   return {{r0, r1, r2, r3, r4, r5}};
 }
 
+// c = t, and c = c + t.
 inline __attribute__((always_inline)) void put(const Tile& t, float* c, int64_t c_row) {
 #pragma GCC unroll 6
   for (int r = 0; r < kTileRows; ++r) {

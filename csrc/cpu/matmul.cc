@@ -1,4 +1,4 @@
-// matmul: y = a b^T, a b and a^T b in blocks packed to f32; a tile of y a task.
+// matmul: y = a b^T, a b and a^T b from blocks packed as f32; a block of y a task.
 #include "../ops.h"
 #include "gemm.h"
 #include "parallel.h"
@@ -7,11 +7,11 @@ namespace coat::cpu {
 namespace {
 
 constexpr int kTile = kTileRows * kTileCols;
-constexpr int64_t kDepth = 320;       // most of K that registers sum up before the sum goes to memory
-constexpr int64_t kRowsOfTask = 96;   // rows of y that a task makes; fewer when y is small
-constexpr int64_t kColsOfTask = 512;  // and columns
-constexpr int64_t kTasks = 16;        // tasks wanted: the last one to end then keeps few threads waiting
-constexpr int64_t kPackedFloats = 4 << 20;  // room for packed b
+constexpr int64_t kDepth = 320;             // most of K that registers sum up before the sum goes to memory
+constexpr int64_t kRowsOfTask = 96;         // rows of y that a task makes, fewer when y is small: a stays in L2
+constexpr int64_t kColsOfTask = 512;        // and columns
+constexpr int64_t kTasks = 16;              // tasks wanted, so that threads end together
+constexpr int64_t kPackedFloats = 4 << 20;  // room for packed b; a wider b is taken in parts
 
 struct PackedB;
 struct TaskArrays;
@@ -25,9 +25,9 @@ struct Product {
   const float* bias = nullptr;
 };
 
-// Rows m.. and columns n.. of y from a tile of sums. A tile's row is one run of e4m3/g16. The whole tile is encoded on the
-// stack, in loops long enough for GCC to vectorise well, and then copied. What lies past the end of y is 0, or NaN under
-// an infinite operand: neither counts in a range.
+// Rows m.. and columns n.. of y from a tile of sums. A tile's row is one run of e4m3/g16. The whole tile is encoded on
+// the stack, in loops long enough for GCC to vectorise well, and then copied. What lies past the end of y is 0, or NaN
+// under an infinite operand: neither counts in a range.
 template <class Y>
 void finish(const Product& p, const float* sums, int64_t m, int64_t n) {
   alignas(64) float x[kTile];
@@ -66,17 +66,18 @@ using Finish = void (*)(const Product&, const float*, int64_t, int64_t);
 
 // K in `count` equal blocks, a multiple of 8 each but for the last.
 struct Depth {
-  int64_t block, count;
+  int64_t block = 0, count = 0;
   explicit Depth(int64_t K) {
-    count = (K + kDepth - 1) / kDepth;
-    block = count ? round_up((K + count - 1) / count, 8) : 0;
-    count = block ? (K + block - 1) / block : 0;
+    if (K == 0) return;
+    const int64_t least = (K + kDepth - 1) / kDepth;
+    block = round_up((K + least - 1) / least, 8);
+    count = (K + block - 1) / block;
   }
 };
 
-// One task: rows m0..m1 and columns n0..n1 of y. `packed` is b from column `first`, `width` columns, block by block of K.
-void make_tile(const Product& p, const Depth& depth, const float* packed, int64_t first, int64_t width, int64_t m0,
-               int64_t m1, int64_t n0, int64_t n1, Finish finish) {
+// One task: rows m0..m1 and columns n0..n1 of y. `packed` holds `width` columns of b from `first` on, by blocks of K.
+void make_block(const Product& p, const Depth& depth, const float* packed, int64_t first, int64_t width, int64_t m0,
+                int64_t m1, int64_t n0, int64_t n1, Finish finish) {
   const int64_t panels = (m1 - m0 + kTileRows - 1) / kTileRows;
   const int64_t room = round_up(panels * panel_floats<kTileRows>(depth.block), 16);
   const int64_t strips = (n1 - n0 + kTileCols - 1) / kTileCols;
@@ -118,7 +119,8 @@ void multiply(const Product& p, const Tensor& bias) {
   with("y", p.y, Views<F32, BF16, E4M3G16>{}, [&](auto y) { finish = coat::cpu::finish<decltype(y)>; });
 
   const Depth depth(p.K);
-  const int64_t most = round_up(std::max<int64_t>(kPackedFloats / std::max<int64_t>(p.K, 1), kColsOfTask / 2), kTileCols);
+  const int64_t most =
+      round_up(std::max<int64_t>(kPackedFloats / std::max<int64_t>(p.K, 1), kColsOfTask / 2), kTileCols);
   for (int64_t first = 0; first < p.N; first += most) {
     const int64_t end = std::min(p.N, first + most), width = round_up(end - first, kTileCols);
     int64_t strips = (width + kColsOfTask - 1) / kColsOfTask, rows = kRowsOfTask;
@@ -138,7 +140,7 @@ void multiply(const Product& p, const Tensor& bias) {
     strips = (width + cols - 1) / cols;
     parallel(tasks(), 1, [&](int64_t job, int64_t) {
       const int64_t m = job / strips * rows, n = first + job % strips * cols;
-      make_tile(product, depth, packed, first, width, m, std::min(p.M, m + rows), n, std::min(end, n + cols), finish);
+      make_block(product, depth, packed, first, width, m, std::min(p.M, m + rows), n, std::min(end, n + cols), finish);
     });
   }
 }
@@ -149,7 +151,8 @@ float scale_of(const Tensor& x) { return x.format.scaling == Scaling::tensor ? *
 
 void matmul_nt(const matmul_nt_args& args) {
   const int64_t M = args.a.shape.dims[0], K = args.a.shape.dims[1], N = args.b.shape.dims[0];
-  multiply({{args.a, false, 0, K}, {args.b, false, 0, K}, M, N, K, args.y, scale_of(args.a) * scale_of(args.b)}, args.bias);
+  multiply({{args.a, false, 0, K}, {args.b, false, 0, K}, M, N, K, args.y, scale_of(args.a) * scale_of(args.b)},
+           args.bias);
 }
 
 void matmul_nn(const matmul_nn_args& args) {

@@ -1,0 +1,76 @@
+// Recipes: which are accepted, which are refused and how; what they cost in state.
+import { expect, it } from 'vitest'
+import { AdamW, CoatError, LlamaForCausalLM, type Recipe, type RecipeName, recipe, recipes } from '../lib/index.ts'
+
+const config = {
+  hidden_size: 64,
+  intermediate_size: 172,
+  num_hidden_layers: 2,
+  num_attention_heads: 4,
+  vocab_size: 256,
+  tie_word_embeddings: true,
+}
+
+it('accepts its own rows', () => {
+  for (const [name, row] of Object.entries(recipes)) {
+    expect(recipe(name as RecipeName)).toBe(row)
+    expect(recipe({ ...row })).toEqual(row)
+  }
+})
+
+it.each<[unknown, RegExp]>([
+  ['cote', /recipe: 'cote' is unknown; the recipes are fp32, bf16, coat/],
+  ['toString', /'toString' is unknown/],
+  [{ ...recipes.coat, mm: 'f32' }, /axis 'mm' is unknown; the axes are x, w, dy/],
+  [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/g128', 'e4m3\/x128'/],
+  [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
+  [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
+  [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
+  [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
+  [{ ...recipes.coat, v: 'f32' }, /m and v must have one format/],
+  [{ ...recipes.fp32, master: 'f32' }, /param 'f32' takes no master/],
+])('refuses %j', (which, text) => {
+  const attempt = () => recipe(which as Recipe)
+  expect(attempt).toThrow(CoatError)
+  expect(attempt).toThrow(text)
+})
+
+it('state: 8 bytes a parameter in fp32, at most 2.2 in coat, 12 with the master of bf16', () => {
+  const perParameter = (name: RecipeName): number => {
+    using model = new LlamaForCausalLM(config, { recipe: name })
+    using optimizer = new AdamW(model, recipes[name])
+    const count = optimizer.params.reduce((sum, { tensor }) => sum + tensor.numel, 0)
+    return optimizer.stateBytes / count
+  }
+  expect(perParameter('fp32')).toBe(8)
+  expect(perParameter('coat')).toBeLessThanOrEqual(2.2)
+  expect(perParameter('bf16')).toBeGreaterThan(11.9)
+})
+
+it('refuses a model that cannot be', () => {
+  const make = (change: object) => () => new LlamaForCausalLM({ ...config, ...change }, { recipe: 'fp32' })
+  expect(make({ num_key_value_heads: 3 })).toThrow(/num_key_value_heads is 3 and must divide num_attention_heads = 4/)
+  expect(make({ hidden_size: 66 })).toThrow(/hidden_size is 66 and must give an even head size/)
+  expect(make({ vocab_size: 0 })).toThrow(/vocab_size is 0 and must be an integer of at least 1/)
+  expect(make({ model_type: 'gpt2' })).toThrow(/model_type is gpt2 and must be llama, qwen2 or olmo/)
+  expect(make({ rope_scaling: { type: 'linear' } })).toThrow(/rope_scaling is .* not supported/)
+})
+
+it('starts every recipe from the same values', async () => {
+  using a = new LlamaForCausalLM(config, { recipe: 'fp32', seed: 5 })
+  using b = new LlamaForCausalLM(config, { recipe: 'coat', seed: 5 })
+  using c = new LlamaForCausalLM(config, { recipe: 'fp32', seed: 6 })
+  for (const [i, param] of a.parameters().entries()) {
+    const values = await param.tensor.read()
+    expect(await b.parameters()[i]?.tensor.read()).toEqual(values)
+    if (values.length > 64) expect(await c.parameters()[i]?.tensor.read()).not.toEqual(values)
+  }
+})
+
+it('gives weight decay to matrices and the embedding alone', () => {
+  using model = new LlamaForCausalLM({ ...config, model_type: 'qwen2', tie_word_embeddings: false }, { recipe: 'fp32' })
+  for (const { name, tensor, decay } of model.parameters()) {
+    expect(decay, name).toBe(tensor.shape.length === 2)
+    expect(/norm|bias/.test(name), name).toBe(!decay)
+  }
+})

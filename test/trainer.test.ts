@@ -1,0 +1,227 @@
+// The trainer: it learns, repeats itself bit for bit, skips what is not finite, and says what is wrong.
+import { createHash } from 'node:crypto'
+import { describe, expect, it } from 'vitest'
+import {
+  type Batch,
+  CoatError,
+  constant,
+  cosine,
+  type Dataset,
+  LlamaForCausalLM,
+  memory,
+  type RecipeName,
+  recipes,
+  type StepMetrics,
+  type Tensor,
+  TextDataset,
+  Trainer,
+  type TrainerOptions,
+} from '../lib/index.ts'
+import { native } from '../lib/native.ts'
+
+const config = {
+  hidden_size: 32,
+  intermediate_size: 80,
+  num_hidden_layers: 2,
+  num_attention_heads: 4,
+  num_key_value_heads: 2,
+  vocab_size: 256,
+  max_position_embeddings: 64,
+  tie_word_embeddings: true,
+}
+const sentence = 'Four score and seven years ago our fathers brought forth on this continent a new nation. '
+const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
+
+function trainer(
+  recipe: RecipeName,
+  options: Partial<TrainerOptions> = {},
+): { model: LlamaForCausalLM; trainer: Trainer } {
+  const model = new LlamaForCausalLM(config, { recipe, seed: 1 })
+  return { model, trainer: new Trainer(model, { data, batch: 4, steps: 6, optimizer: { lr: 0.01 }, ...options }) }
+}
+
+async function all(steps: AsyncGenerator<StepMetrics>): Promise<StepMetrics[]> {
+  const list: StepMetrics[] = []
+  for await (const metrics of steps) list.push(metrics)
+  return list
+}
+
+/** A digest of every byte of parameters, moments and masters. */
+async function stateOf(model: LlamaForCausalLM, trainer: Trainer): Promise<string> {
+  const hash = createHash('sha256')
+  for (const param of model.parameters()) {
+    const { m, v, master } = trainer.optimizer.stateOf(param)
+    for (const tensor of [param.tensor, m, v, master]) if (tensor) hash.update(await tensor.readBytes())
+  }
+  return hash.digest('hex')
+}
+
+/** Makes the gradient of one parameter NaN when `when()` holds. */
+function poison(model: LlamaForCausalLM, when: () => boolean): string {
+  const param = model.parameters().at(-1) ?? expect.fail('no parameter')
+  const accumulate = param.accumulate.bind(param)
+  param.accumulate = (gradient: Tensor) => {
+    accumulate(gradient)
+    const bytes = new Uint8Array(param.grad?.bytes ?? 0).fill(0xff) // NaN in f32 and bf16
+    if (when()) native.write((param.grad as Tensor).handle, bytes)
+  }
+  return param.name
+}
+
+describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
+  it('learns a sentence', async () => {
+    const before = memory().tensors
+    const { model, trainer: it } = trainer(recipe, { steps: 150, optimizer: { lr: 0.02 }, schedule: cosine({ warmup: 10 }) })
+    const first = await it.validate(8)
+    const metrics = await all(it.run())
+    expect(metrics).toHaveLength(150)
+    expect(metrics.map(({ step }) => step)).toEqual(Array.from({ length: 150 }, (_, i) => i + 1))
+    const last = await it.validate(8)
+    expect(first).toBeGreaterThan(5)
+    expect(last).toBeLessThan(1)
+    expect(metrics.at(-1)?.tokens).toBe(4 * 32)
+    it.dispose()
+    model.dispose()
+    expect(memory().tensors).toBe(before)
+  })
+
+  it('gives the same bits again, with any number of threads', async () => {
+    const run = async (threads: number) => {
+      native.threads(threads)
+      const { model, trainer: it } = trainer(recipe)
+      const losses = (await all(it.run())).map(({ loss }) => loss)
+      const state = await stateOf(model, it)
+      it.dispose()
+      model.dispose()
+      return { losses, state }
+    }
+    const before = native.threads()
+    try {
+      const first = await run(1)
+      expect(await run(2)).toEqual(first)
+      expect(await run(7)).toEqual(first)
+    } finally {
+      native.threads(before)
+    }
+  })
+
+  it('skips a step whose gradient is NaN: nothing changes, the schedule waits, the next step is normal', async () => {
+    const { model, trainer: it } = trainer(recipe, { steps: 5, schedule: cosine({ warmup: 3 }) })
+    let step = 0
+    poison(model, () => step === 3)
+    const seen: StepMetrics[] = []
+    let state = ''
+    for (step = 1; it.optimizer.steps < 5; step++) {
+      const metrics = await it.step()
+      seen.push(metrics)
+      if (step === 2) state = await stateOf(model, it)
+      if (step === 3) expect(await stateOf(model, it)).toEqual(state)
+    }
+    expect(seen.map(({ skipped }) => skipped)).toEqual([false, false, true, false, false, false])
+    expect(seen.map(({ step: number }) => number)).toEqual([1, 2, 2, 3, 4, 5])
+    expect(seen[2]?.skippedSteps).toBe(1)
+    expect(seen[3]?.lr).toBe(seen[2]?.lr)
+    expect(seen[3]?.gradNorm).toBeGreaterThan(0)
+    expect(Number.isFinite(seen[5]?.loss)).toBe(true)
+    it.dispose()
+    model.dispose()
+  })
+})
+
+it('stops after too many skips in a row and names the parameter', async () => {
+  const { model, trainer: it } = trainer('coat', { maxSkips: 3 })
+  const name = poison(model, () => true)
+  const error = await all(it.run()).catch((caught: CoatError) => caught)
+  expect(error).toBeInstanceOf(CoatError)
+  expect(error).toMatchObject({ code: 'diverged', argument: name })
+  expect((error as CoatError).message).toContain('3 steps in a row')
+  expect(it.skippedSteps).toBe(3)
+  it.dispose()
+  model.dispose()
+})
+
+it('takes the mean by tokens over micro-batches', async () => {
+  // two micro-batches with 1 and 63 counted tokens against one batch with all of them
+  const rows = (batch: Batch, from: number, to: number): Batch => ({
+    sequence: 32,
+    ids: batch.ids.slice(from * 32, to * 32),
+    targets: batch.targets.slice(from * 32, to * 32),
+  })
+  const whole = data.batch(0, 2)
+  whole.targets.fill(-100, 1, 32)
+  const parts: Dataset = {
+    sequence: 32,
+    batch: (index) => rows(whole, index % 2, (index % 2) + 1),
+    validation: () => [],
+  }
+  const together: Dataset = { sequence: 32, batch: () => whole, validation: () => [] }
+  const a = trainer('fp32', { data: parts, batch: 1, accumulate: 2, steps: 3 })
+  const b = trainer('fp32', { data: together, batch: 2, steps: 3 })
+  for (let i = 0; i < 3; i++) {
+    const [left, right] = [await a.trainer.step(), await b.trainer.step()]
+    expect(left.tokens).toBe(33)
+    expect(left.loss).toBeCloseTo(right.loss, 5)
+    expect(left.gradNorm).toBeCloseTo(right.gradNorm, 4)
+  }
+  for (const { model, trainer: it } of [a, b]) {
+    it.dispose()
+    model.dispose()
+  }
+})
+
+it('a batch without any counted token changes nothing but counts as a step of loss 0', async () => {
+  const empty: Dataset = {
+    sequence: 32,
+    batch: (index, size) => ({ ...data.batch(index, size), targets: new Int32Array(32 * size).fill(-100) }),
+    validation: () => [],
+  }
+  const { model, trainer: it } = trainer('coat', { data: empty, optimizer: { lr: 0.01, weightDecay: 0 } })
+  const before = await Promise.all(model.parameters().map(({ tensor }) => tensor.readBytes()))
+  const metrics = await it.step()
+  expect(metrics).toMatchObject({ loss: 0, gradNorm: 0, tokens: 0, skipped: false })
+  expect(await Promise.all(model.parameters().map(({ tensor }) => tensor.readBytes()))).toEqual(before)
+  it.dispose()
+  model.dispose()
+})
+
+it('refuses what it does not know', () => {
+  using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
+  const make = (options: object) => () => new Trainer(model, { data, batch: 4, steps: 1, ...options })
+  expect(make({ step: 3 })).toThrow(/Trainer: option 'step' is unknown; the options are data, batch/)
+  expect(make({ batch: 0 })).toThrow(/batch is 0 and must be an integer of at least 1/)
+  expect(make({ clip: -1 })).toThrow(/clip is -1 and must be at least 0/)
+  expect(make({ optimizer: { learningRate: 1 } })).toThrow(/adamw: option 'learningRate' is unknown/)
+  expect(make({ optimizer: { betas: [0.9, 1] } })).toThrow(/betas\[1\] is 1 and must be at least 0 and less than 1/)
+})
+
+it('names a token id that the vocabulary does not have', async () => {
+  const wrong: Dataset = {
+    ...data,
+    sequence: 32,
+    batch: (index, size) => ({ ...data.batch(index, size), ids: new Int32Array(32 * size).fill(256) }),
+    validation: () => [],
+  }
+  const { model, trainer: it } = trainer('coat', { data: wrong })
+  const before = memory().tensors
+  await expect(it.step()).rejects.toThrow(
+    'embedding_forward: ids[0] is 256 and must be at least 0 and less than V = 256',
+  )
+  expect(memory().tensors).toBe(before)
+  it.dispose()
+  model.dispose()
+})
+
+describe('schedules', () => {
+  it('cosine: warm-up, peak, floor', () => {
+    const factor = cosine({ warmup: 4, floor: 0.1 })
+    const all = Array.from({ length: 20 }, (_, step) => factor(step, 20))
+    expect(all.slice(0, 5)).toEqual([0.25, 0.5, 0.75, 1, 1])
+    expect(all[19]).toBeCloseTo(0.1, 12)
+    for (let i = 5; i < 20; i++) expect(all[i] as number).toBeLessThan(all[i - 1] as number)
+  })
+  it('constant', () => expect([0, 1, 2, 9].map((step) => constant({ warmup: 2 })(step, 10))).toEqual([0.5, 1, 1, 1]))
+  it('refuses nonsense', () => {
+    expect(() => cosine({ warmup: -1 })).toThrow(/warmup is -1/)
+    expect(() => cosine({ floor: 2 })).toThrow(/floor is 2/)
+  })
+})
