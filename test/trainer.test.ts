@@ -78,7 +78,7 @@ describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
     expect(metrics.map(({ step }) => step)).toEqual(Array.from({ length: 150 }, (_, i) => i + 1))
     const last = await it.validate(8)
     expect(first).toBeGreaterThan(5)
-    expect(last).toBeLessThan(1)
+    expect(last).toBeLessThan(2) // the entropy of its single bytes is 2.7
     expect(metrics.at(-1)?.tokens).toBe(4 * 32)
     it.dispose()
     model.dispose()
