@@ -143,13 +143,16 @@ struct Float32 {
 
 // ---- ranges ----
 
+// All bits where true: a mask, because compilers turn a chain of choices into branches that they cannot vectorize.
+COAT_HD uint32_t mask_of(bool condition) { return 0u - static_cast<uint32_t>(condition); }
+
 // Largest finite |x| and the number of infinities. NaN and Inf never set a scale.
 struct Range {
   uint32_t max = 0;
   uint32_t infs = 0;
   COAT_HD void add(float x) {
     const uint32_t a = bits_of(x) & 0x7fffffffu;
-    const uint32_t finite = a < 0x7f800000u ? a : 0u;
+    const uint32_t finite = a & mask_of(a < 0x7f800000u);
     max = finite > max ? finite : max;
     infs += a == 0x7f800000u ? 1u : 0u;
   }
@@ -165,7 +168,8 @@ struct RangeWithMin : Range {
   COAT_HD void add(float x) {
     Range::add(x);
     const uint32_t a = bits_of(x) & 0x7fffffffu;
-    const uint32_t positive = a == 0u || a >= 0x7f800000u ? 0x7f800000u : a;
+    const uint32_t keep = mask_of(a - 1u < 0x7f7fffffu);  // neither zero nor Inf nor NaN
+    const uint32_t positive = (a & keep) | (0x7f800000u & ~keep);
     min = positive < min ? positive : min;
   }
   COAT_HD void merge(const RangeWithMin& other) {
