@@ -1,4 +1,5 @@
-// Node's view: tensors behind number handles, memory, and one function a line of ops.def. The only file that knows Node.
+// Node's view: tensors behind number handles, memory, and one function a line of ops.def. The only file that knows
+// Node.
 #include <napi.h>
 
 #include <cmath>
@@ -36,8 +37,7 @@ Purpose parse_purpose(const std::string& word) {
 }
 
 std::string text_argument(const Napi::Value& value, const std::string& name) {
-  if (!value.IsString())
-    fail("type", name, name, " is ", value.ToString().Utf8Value(), " and must be a string");
+  if (!value.IsString()) fail("type", name, name, " is ", value.ToString().Utf8Value(), " and must be a string");
   return value.As<Napi::String>().Utf8Value();
 }
 
@@ -55,7 +55,8 @@ int64_t integer_argument(const Napi::Value& value, const std::string& name) {
 }
 
 Shape shape_argument(const Napi::Value& value) {
-  if (!value.IsArray()) fail("type", "shape", "shape is ", value.ToString().Utf8Value(), " and must be an array of sizes");
+  if (!value.IsArray())
+    fail("type", "shape", "shape is ", value.ToString().Utf8Value(), " and must be an array of sizes");
   const auto sizes = value.As<Napi::Array>();
   if (sizes.Length() > kMaxRank)
     fail("shape", "shape", "shape has ", sizes.Length(), " sizes and must have at most ", kMaxRank);
@@ -63,8 +64,7 @@ Shape shape_argument(const Napi::Value& value) {
   shape.rank = static_cast<int>(sizes.Length());
   for (int i = 0; i < shape.rank; ++i) {
     shape.dims[i] = integer_argument(sizes.Get(i), "shape[" + std::to_string(i) + "]");
-    if (shape.dims[i] < 0)
-      fail("shape", "shape", "shape[", i, "] is ", shape.dims[i], " and must not be negative");
+    if (shape.dims[i] < 0) fail("shape", "shape", "shape[", i, "] is ", shape.dims[i], " and must not be negative");
   }
   return shape;
 }
@@ -75,7 +75,8 @@ Napi::Array array_of(Napi::Env env, const Shape& shape) {
   return sizes;
 }
 
-// Where each argument of an op stands among the JavaScript arguments; -1: it takes none, its format is the only legal one.
+// Where each argument of an op stands among the JavaScript arguments; -1: it takes none, its format is the only legal
+// one.
 std::vector<int> positions_of(const Op& op) {
   std::vector<int> positions;
   int next = 0;
@@ -117,8 +118,8 @@ class Addon {
     }
     const auto text = Napi::String::New(env, message);
     if (error_class.IsEmpty()) throw Napi::Error::New(env, message);
-    const auto value = error_class.New({text, Napi::String::New(env, code), Napi::String::New(env, op),
-                                        Napi::String::New(env, argument)});
+    const auto value = error_class.New(
+        {text, Napi::String::New(env, code), Napi::String::New(env, op), Napi::String::New(env, argument)});
     throw Napi::Error(env, value);
   }
 };
@@ -140,7 +141,9 @@ class Call {
     contract_.finish();
     args_.device = contract_.device();
     try {
-      each([&](const Argument& argument, const Napi::Value& value, auto& field) { make_output(argument, value, field); });
+      each([&](const Argument& argument, const Napi::Value& value, auto& field) {
+        make_output(argument, value, field);
+      });
       coat::run(args_);
     } catch (...) {
       for (double handle : made_) addon_.memory.free(handle);
@@ -201,7 +204,8 @@ class Call {
   void read_tensor(const Argument& argument, const Napi::Value& value, std::vector<Tensor>& field) {
     if (absent(argument, value)) return;
     if (!value.IsArray())
-      fail("type", argument.name, argument.name, " is ", value.ToString().Utf8Value(), " and must be a list of tensors");
+      fail("type", argument.name, argument.name, " is ", value.ToString().Utf8Value(),
+           " and must be a list of tensors");
     const auto list = value.As<Napi::Array>();
     contract_.list_length(argument, list.Length());
     for (uint32_t i = 0; i < list.Length(); ++i) {
@@ -256,8 +260,8 @@ Napi::Value make(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "make", [&]() -> Napi::Value {
     const Format format = parse_format(text_argument(info[0], "format"), "format");
     return Napi::Number::New(info.Env(), addon_of(info).memory.make(format, shape_argument(info[1]),
-                                                                     parse_device(text_argument(info[2], "device")),
-                                                                     parse_purpose(text_argument(info[3], "purpose"))));
+                                                                    parse_device(text_argument(info[2], "device")),
+                                                                    parse_purpose(text_argument(info[3], "purpose"))));
   });
 }
 
@@ -326,7 +330,8 @@ Napi::Value version(const Napi::CallbackInfo& info) {
 Napi::Value memory(const Napi::CallbackInfo& info) {
   const Memory& memory = addon_of(info).memory;
   const auto& usage = memory.usage();
-  auto result = Napi::Object::New(info.Env()), live = Napi::Object::New(info.Env()), peak = Napi::Object::New(info.Env());
+  auto result = Napi::Object::New(info.Env()), live = Napi::Object::New(info.Env()),
+       peak = Napi::Object::New(info.Env());
   for (int i = 0; i < kPurposeCount; ++i) {
     live.Set(kPurposes[i], static_cast<double>(usage.live[i]));
     peak.Set(kPurposes[i], static_cast<double>(usage.peak[i]));
@@ -363,7 +368,7 @@ Napi::Value threads(const Napi::CallbackInfo& info) {
 // ---- the table, for the test harness and the bench ----
 
 Napi::Value table_object(const Napi::CallbackInfo& info) {
-  static constexpr const char* modes[] = {"in",          "opt_in",         "inout", "out", "opt_out", "list_in",
+  static constexpr const char* modes[] = {"in",         "opt_in",      "inout",          "out", "opt_out", "list_in",
                                           "list_inout", "opt_list_in", "opt_list_inout", "f32", "i64",     "seed"};
   const auto env = info.Env();
   auto ops = Napi::Array::New(env);

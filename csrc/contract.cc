@@ -105,7 +105,13 @@ std::vector<Op> parse() {
 #define I64(name) .number(Mode::i64, #name)
 #define SEED(name) .number(Mode::seed, #name)
 #define ONLY(names, words) .only(names, words)
-#define OP(family, name, doc, ...) ops.push_back((OpBuilder{{#family, #name, doc, {}, {}, {}}} __VA_ARGS__).op);
+#define OP(family, name, doc, ...)                  \
+  ops.push_back((OpBuilder {                        \
+                  {                                 \
+#family, #name, doc, {}, {}, {} \
+                  }                                 \
+                } __VA_ARGS__)                      \
+                    .op);
 #include "ops.def"
 #undef OP
   return ops;
@@ -169,8 +175,8 @@ void Contract::check(const Argument& argument, const Tensor& tensor, const std::
   const std::string shown = label + " " + text_of(tensor);
   check_format(argument, tensor.format, shown);
   if (device_bound_ && tensor.device != device_)
-    fail("device", argument.name, shown, " is on ", word_of(tensor.device), " and must be on ", word_of(device_), ", as ",
-         device_by_);
+    fail("device", argument.name, shown, " is on ", word_of(tensor.device), " and must be on ", word_of(device_),
+         ", as ", device_by_);
   device_ = tensor.device;
   device_bound_ = true;
   device_by_ = shown;
@@ -184,8 +190,8 @@ void Contract::check(const Argument& argument, const Tensor& tensor, const std::
     return;
   }
   if (tensor.shape.rank != static_cast<int>(argument.dims.size()))
-    fail("shape", argument.name, shown, " must have ", argument.dims.size(), argument.dims.size() == 1 ? " size [" : " sizes [",
-         argument.dims_text, "]");
+    fail("shape", argument.name, shown, " must have ", argument.dims.size(),
+         argument.dims.size() == 1 ? " size [" : " sizes [", argument.dims_text, "]");
   for (int i = 0; i < tensor.shape.rank; ++i) {
     const Dim& dim = argument.dims[i];
     const int64_t size = tensor.shape.dims[i];
@@ -197,8 +203,8 @@ void Contract::check(const Argument& argument, const Tensor& tensor, const std::
       if (slope <= 0 || size < base || (size - base) % slope != 0)
         fail("shape", argument.name, shown, " must have size ", dim.text, letters_text(dim), " in dimension ", i,
              ", which ", size, " is not");
-      letters_[unknown - 'A'] = {(size - base) / slope,
-                                 std::string(1, unknown) + " = " + std::to_string((size - base) / slope) + ", as in " + shown};
+      letters_[unknown - 'A'] = {(size - base) / slope, std::string(1, unknown) + " = " +
+                                                            std::to_string((size - base) / slope) + ", as in " + shown};
     } else if (evaluate(dim, 0, 0) != size) {
       fail("shape", argument.name, shown, " must have ", dim.text, " = ", evaluate(dim, 0, 0), " in dimension ", i,
            letters_text(dim));
@@ -217,7 +223,8 @@ void Contract::remember(const Argument& argument, const Format& format, int64_t 
 
 void Contract::list_length(const Argument& argument, int64_t length) {
   if (length_ >= 0 && length != length_)
-    fail("shape", argument.name, argument.name, " has ", length, " tensors and must have ", length_, ", as ", length_by_);
+    fail("shape", argument.name, argument.name, " has ", length, " tensors and must have ", length_, ", as ",
+         length_by_);
   length_ = length;
   length_by_ = argument.name;
   letters_['L' - 'A'] = {length, "L = " + std::to_string(length) + ", as in " + argument.name};
@@ -245,7 +252,8 @@ void Contract::finish() {
       rows += rows.empty() ? "" : "; ";
       for (size_t i = 0; i < row.size(); ++i) rows += (i ? ", " : "") + word_of(row[i]);
     }
-    fail("format", op_.only_names[0], seen, op_.only_words.empty() ? "" : " is not a combination of this op, which has: ", rows);
+    fail("format", op_.only_names[0], seen,
+         op_.only_words.empty() ? "" : " is not a combination of this op, which has: ", rows);
   }
 }
 

@@ -7,14 +7,29 @@
 
 namespace coat {
 
-enum class Mode : uint8_t { in, opt_in, inout, out, opt_out, list_in, list_inout, opt_list_in, opt_list_inout, f32, i64, seed };
+enum class Mode : uint8_t {
+  in,
+  opt_in,
+  inout,
+  out,
+  opt_out,
+  list_in,
+  list_inout,
+  opt_list_in,
+  opt_list_inout,
+  f32,
+  i64,
+  seed
+};
 inline bool is_list(Mode mode) { return mode >= Mode::list_in && mode <= Mode::opt_list_inout; }
 inline bool is_output(Mode mode) { return mode == Mode::out || mode == Mode::opt_out; }
 inline bool is_optional(Mode mode) {
   return mode == Mode::opt_in || mode == Mode::opt_out || mode == Mode::opt_list_in || mode == Mode::opt_list_inout;
 }
 inline bool is_number(Mode mode) { return mode >= Mode::f32; }
-inline bool is_changed(Mode mode) { return mode == Mode::inout || mode == Mode::list_inout || mode == Mode::opt_list_inout; }
+inline bool is_changed(Mode mode) {
+  return mode == Mode::inout || mode == Mode::list_inout || mode == Mode::opt_list_inout;
+}
 
 // One size of a dims text in postfix: a letter, an integer (kind '0') or one of + *.
 struct Dim {

@@ -1,6 +1,6 @@
 // Prints ops.def as TypeScript: the text of lib/native.gen.ts.
-#include "contract.h"
 #include "describe.h"
+#include "contract.h"
 
 namespace coat {
 namespace {
@@ -35,7 +35,8 @@ std::string signature(const Op& op) {
     if (is_optional(argument.mode)) type += " | null";
     if (!type.empty()) parameters += (parameters.empty() ? "" : ", ") + argument.name + ": " + type;
     if (is_output(argument.mode)) {
-      results += (results.empty() ? "" : ", ") + argument.name + ": Handle" + (is_optional(argument.mode) ? " | null" : "");
+      results +=
+          (results.empty() ? "" : ", ") + argument.name + ": Handle" + (is_optional(argument.mode) ? " | null" : "");
       ++result_count;
     }
   }
@@ -51,7 +52,9 @@ std::string describe() {
   std::string text =
       "// GENERATED from csrc/ops.def by `npm run generate`: the ops of the native addon with dims and formats.\n\n"
       "/** A tensor of the native addon: slot and generation in one number. */\nexport type Handle = number\n\n"
-      "/** Every format word (csrc/tensor.h). */\nexport type AnyFormat = " + words + "\n\n"
+      "/** Every format word (csrc/tensor.h). */\nexport type AnyFormat = " +
+      words +
+      "\n\n"
       "export interface NativeOps {\n";
   for (const auto& op : table()) text += signature(op);
   return text + "}\n";

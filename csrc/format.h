@@ -1,5 +1,6 @@
 // Arithmetic of formats, one source for both backends: codes, logarithms, ranges and a view a format.
-// A kernel that writes a blocked format does: compute, range of the block, seal, store. Nothing else knows what a scale is.
+// A kernel that writes a blocked format does: compute, range of the block, seal, store. Nothing else knows what a scale
+// is.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -101,7 +102,8 @@ struct Float8 {
     constexpr uint32_t magic = static_cast<uint32_t>(127 + 1 - Bias - Mantissa + 23) << 23;
     const uint32_t u = bits_of(x), a = u & 0x7fffffffu;
     const uint32_t c = a < MaxBits ? a : MaxBits;
-    const uint32_t normal = ((c + ((1u << (shift - 1)) - 1) + ((c >> shift) & 1u)) >> shift) - ((127 - Bias) << Mantissa);
+    const uint32_t normal =
+        ((c + ((1u << (shift - 1)) - 1) + ((c >> shift) & 1u)) >> shift) - ((127 - Bias) << Mantissa);
     const uint32_t subnormal = bits_of(float_of(c) + float_of(magic)) - magic;
     const uint32_t code = a > 0x7f800000u ? NaNCode : (c < min_normal ? subnormal : normal);
     return static_cast<uint8_t>(code | ((u >> 24) & 0x80u));

@@ -1,5 +1,5 @@
-// Slots behind number handles, one owner a tensor; live and peak bytes by purpose. One Memory an environment (main thread
-// or worker); nothing here is shared between them.
+// Slots behind number handles, one owner a tensor; live and peak bytes by purpose. One Memory an environment (main
+// thread or worker); nothing here is shared between them.
 #pragma once
 #include <map>
 #include <memory>

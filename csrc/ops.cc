@@ -3,14 +3,14 @@
 
 namespace coat {
 
-#define OP(family, op_name, doc, ...)                                                     \
-  void run(const op_name##_args& args) {                                                  \
-    try {                                                                                 \
-      args.device == Device::cuda ? cuda::op_name(args) : cpu::op_name(args);             \
-    } catch (Error & error) {                                                             \
-      if (error.op.empty()) error.op = #op_name;                                          \
-      throw;                                                                              \
-    }                                                                                     \
+#define OP(family, op_name, doc, ...)                                         \
+  void run(const op_name##_args& args) {                                      \
+    try {                                                                     \
+      args.device == Device::cuda ? cuda::op_name(args) : cpu::op_name(args); \
+    } catch (Error & error) {                                                 \
+      if (error.op.empty()) error.op = #op_name;                              \
+      throw;                                                                  \
+    }                                                                         \
   }
 #include "ops.def"
 #undef OP

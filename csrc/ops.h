@@ -29,13 +29,13 @@ namespace coat {
 #undef OP
 
 // 2. The ops of both backends: one missing in a backend's folder does not link.
-#define OP(family, name, doc, ...)         \
-  namespace cpu {                          \
-  void name(const name##_args&);           \
-  }                                        \
-  namespace cuda {                         \
-  void name(const name##_args&);           \
-  }                                        \
+#define OP(family, name, doc, ...) \
+  namespace cpu {                  \
+  void name(const name##_args&);   \
+  }                                \
+  namespace cuda {                 \
+  void name(const name##_args&);   \
+  }                                \
   void run(const name##_args&);
 #include "ops.def"
 #undef OP
@@ -65,10 +65,10 @@ namespace coat {
 #define F32(name) f(#name, args.name);
 #define I64(name) f(#name, args.name);
 #define SEED(name) f(#name, args.name);
-#define OP(family, name, doc, ...)           \
-  template <class F>                         \
-  void visit(name##_args& args, F&& f) {     \
-    __VA_ARGS__                              \
+#define OP(family, name, doc, ...)       \
+  template <class F>                     \
+  void visit(name##_args& args, F&& f) { \
+    __VA_ARGS__                          \
   }
 #include "ops.def"
 #undef OP

@@ -42,10 +42,14 @@ inline constexpr struct {
   std::string_view word;
   Format format;
 } kFormats[] = {
-    {"f32", {DType::f32, Scaling::none, 0}},         {"bf16", {DType::bf16, Scaling::none, 0}},
-    {"e4m3/t", {DType::e4m3, Scaling::tensor, 0}},   {"e5m2/t", {DType::e5m2, Scaling::tensor, 0}},
-    {"e4m3/g16", {DType::e4m3, Scaling::run, 16}},   {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
-    {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}}, {"i32", {DType::i32, Scaling::none, 0}},
+    {"f32", {DType::f32, Scaling::none, 0}},
+    {"bf16", {DType::bf16, Scaling::none, 0}},
+    {"e4m3/t", {DType::e4m3, Scaling::tensor, 0}},
+    {"e5m2/t", {DType::e5m2, Scaling::tensor, 0}},
+    {"e4m3/g16", {DType::e4m3, Scaling::run, 16}},
+    {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
+    {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}},
+    {"i32", {DType::i32, Scaling::none, 0}},
 };
 
 inline std::string word_of(const Format& format) {
@@ -101,10 +105,14 @@ inline std::string text_of(const Shape& shape) {
 // Number of scales that a tensor of this format and shape carries.
 inline int64_t blocks_of(const Format& format, const Shape& shape) {
   switch (format.scaling) {
-    case Scaling::none: return 0;
-    case Scaling::tensor: return 1;
-    case Scaling::run: return shape.rows() * ((shape.cols() + format.run - 1) / format.run);
-    case Scaling::expand: return (shape.numel() + format.run - 1) / format.run;
+    case Scaling::none:
+      return 0;
+    case Scaling::tensor:
+      return 1;
+    case Scaling::run:
+      return shape.rows() * ((shape.cols() + format.run - 1) / format.run);
+    case Scaling::expand:
+      return (shape.numel() + format.run - 1) / format.run;
   }
   return 0;
 }

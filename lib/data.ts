@@ -64,7 +64,10 @@ export class TextDataset implements Dataset {
       ['held-out', held],
     ] as const)
       if (tokens.length < sequence + 1)
-        fail('documents', `the ${part} part has ${tokens.length} tokens and must have at least sequence + 1 = ${sequence + 1}`)
+        fail(
+          'documents',
+          `the ${part} part has ${tokens.length} tokens and must have at least sequence + 1 = ${sequence + 1}`,
+        )
     this.sequence = sequence
     this.tokenizer = tokenizer
     this.train = train

@@ -25,7 +25,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ x, w, dy }) => w === x && dy === (x === 'e4m3/t' ? 'e5m2/t' : x),
   },
   { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
-  { text: 'a plain saved must have the format of stream', holds: ({ saved, stream }) => isScaled(saved) || saved === stream },
+  {
+    text: 'a plain saved must have the format of stream',
+    holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
+  },
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
   { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
   { text: 'm and v must have one format', holds: ({ m, v }) => m === v },
@@ -46,7 +49,8 @@ export function recipe(which: RecipeName | Recipe): Recipe {
     return known ?? fail(`'${which}' is unknown; the recipes are ${Object.keys(recipes).join(', ')}`, 'name')
   }
   for (const axis of Object.keys(which))
-    if (!Object.hasOwn(axes, axis)) fail(`axis '${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, axis)
+    if (!Object.hasOwn(axes, axis))
+      fail(`axis '${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, axis)
   for (const [axis, legal] of Object.entries(axes)) {
     const value = which[axis as keyof Recipe]
     if (!(legal as readonly unknown[]).includes(value))
@@ -178,7 +182,7 @@ function seedOf(seed: number, name: string): number {
 export abstract class Module implements Disposable {
   /** All parameters below this module; `pattern` picks by name, `*` standing for anything. */
   parameters(pattern = '*'): Param[] {
-    const matcher = new RegExp(`^${pattern.split('*').map(escape).join('.*')}$`)
+    const matcher = new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
     return [...this.#walk()].filter(
       ({ name, parts }) => matcher.test(name) || parts.some((part) => matcher.test(part.name)),
     )
@@ -203,7 +207,7 @@ export abstract class Module implements Disposable {
   }
 }
 
-function escape(text: string): string {
+function literally(text: string): string {
   return text.replace(/[\\^$.|?+()[\]{}]/g, '\\$&')
 }
 
@@ -255,7 +259,10 @@ export class Linear extends Module {
   }
 }
 
-export function linearFormats(recipe: Recipe, options: { plain?: boolean; result?: ops.LinearFormats['y'] }): ops.LinearFormats {
+export function linearFormats(
+  recipe: Recipe,
+  options: { plain?: boolean; result?: ops.LinearFormats['y'] },
+): ops.LinearFormats {
   const { stream, dw } = recipe
   const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x: recipe.x, w: recipe.w, dy: recipe.dy }
   return { ...operands, y: options.result ?? stream, dx: stream, dw }

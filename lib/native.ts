@@ -89,7 +89,7 @@ export interface Native extends NativeOps {
   threads(count?: number): number
   table(): OpEntry[]
   describe(): string
-  setErrorClass(constructor: typeof CoatError): void
+  setErrorClass(error: typeof CoatError): void
 }
 
 function packageRoot(): string {

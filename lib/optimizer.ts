@@ -73,7 +73,10 @@ export class AdamW implements Disposable {
     this.#slots = this.params.map((param) =>
       scope(() => ({
         param,
-        master: recipe.master && param.tensor.format === 'bf16' ? held(native.convert(param.tensor.handle, null, 'f32')) : null,
+        master:
+          recipe.master && param.tensor.format === 'bf16'
+            ? held(native.convert(param.tensor.handle, null, 'f32'))
+            : null,
         m: zeroState(param.tensor.numel, recipe.m),
         v: zeroState(param.tensor.numel, recipe.v),
       })),
@@ -117,7 +120,9 @@ export class AdamW implements Disposable {
     const correct2 = Math.sqrt(1 - beta2 ** t)
     for (const decay of [true, false])
       for (const withMaster of [true, false]) {
-        const slots = this.#trained().filter(({ param, master }) => param.decay === decay && (master !== null) === withMaster)
+        const slots = this.#trained().filter(
+          ({ param, master }) => param.decay === decay && (master !== null) === withMaster,
+        )
         if (slots.length === 0) continue
         native.adamw(
           slots.map(({ param }) => param.tensor.handle),

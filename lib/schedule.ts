@@ -21,6 +21,11 @@ export function cosine(options: { warmup?: number; floor?: number } = {}): Sched
 export function constant(options: { warmup?: number } = {}): Schedule {
   const { warmup = 0 } = options
   if (!Number.isSafeInteger(warmup) || warmup < 0)
-    throw new CoatError(`constant: warmup is ${warmup} and must be an integer of at least 0`, 'value', 'constant', 'warmup')
+    throw new CoatError(
+      `constant: warmup is ${warmup} and must be an integer of at least 0`,
+      'value',
+      'constant',
+      'warmup',
+    )
   return (step) => (step < warmup ? (step + 1) / warmup : 1)
 }

@@ -114,7 +114,11 @@ export class Tensor implements Disposable {
   }
 
   /** A tensor with these values, row-major; rounded to `format` (default `f32`, `i32` for integers). */
-  static from(values: Float32Array | Int32Array | readonly number[], shape: Shape, options: TensorOptions = {}): Tensor {
+  static from(
+    values: Float32Array | Int32Array | readonly number[],
+    shape: Shape,
+    options: TensorOptions = {},
+  ): Tensor {
     const count = shape.reduce((product, size) => product * size, 1)
     if (values.length !== count)
       throw new CoatError(

@@ -12,7 +12,8 @@ import {
   type RecipeName,
   recipes,
   type StepMetrics,
-  type Tensor,
+  scope,
+  Tensor,
   TextDataset,
   Trainer,
   type TrainerOptions,
@@ -71,7 +72,11 @@ function poison(model: LlamaForCausalLM, when: () => boolean): string {
 describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
   it('learns a sentence', async () => {
     const before = memory().tensors
-    const { model, trainer: it } = trainer(recipe, { steps: 150, optimizer: { lr: 0.02 }, schedule: cosine({ warmup: 10 }) })
+    const { model, trainer: it } = trainer(recipe, {
+      steps: 150,
+      optimizer: { lr: 0.02 },
+      schedule: cosine({ warmup: 10 }),
+    })
     const first = await it.validate(8)
     const metrics = await all(it.run())
     expect(metrics).toHaveLength(150)
@@ -126,6 +131,46 @@ describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
     it.dispose()
     model.dispose()
   })
+})
+
+it.each([
+  [25, 2],
+  [133, 1],
+  [1, 3],
+])('%d tokens × %d: no size needs padding', async (sequence, batch) => {
+  const odd = new TextDataset(sentence.repeat(40), { sequence, seed: 7 })
+  const first: number[] = []
+  for (const recipe of Object.keys(recipes) as RecipeName[]) {
+    using model = new LlamaForCausalLM({ ...config, max_position_embeddings: 133 }, { recipe, seed: 1 })
+    using it = new Trainer(model, { data: odd, batch, steps: 2 })
+    const [metrics] = await all(it.run())
+    first.push(metrics?.loss as number)
+    expect(metrics?.gradNorm).toBeGreaterThan(0)
+  }
+  for (const loss of first) expect(Math.abs(loss / (first[0] as number) - 1)).toBeLessThan(0.01)
+})
+
+it('a weight of zeros is no trouble for FP8', async () => {
+  const { model, trainer: it } = trainer('coat')
+  for (const param of model.parameters('*o_proj*')) param.write(new Float32Array(param.tensor.numel))
+  const metrics = await all(it.run())
+  expect(metrics.every(({ skipped, loss }) => !skipped && Number.isFinite(loss))).toBe(true)
+  it.dispose()
+  model.dispose()
+})
+
+it('the micro-batches of a step see the same quantized weights', async () => {
+  const same: Dataset = { sequence: 32, batch: (_, size) => data.batch(0, size), validation: () => [] }
+  const { model, trainer: it } = trainer('coat', { data: same })
+  const { ids, targets } = data.batch(0, 4)
+  const losses: number[] = []
+  for (let i = 0; i < 5; i++) {
+    using loss = scope(() => model.loss(Tensor.from(ids, [128]), Tensor.from(targets, [128]), 32, 1 / 128))
+    losses.push(await loss.item())
+  }
+  expect(new Set(losses).size).toBe(1)
+  it.dispose()
+  model.dispose()
 })
 
 it('stops after too many skips in a row and names the parameter', async () => {

@@ -15,7 +15,8 @@ void convert(const convert_args& args) {
   const bool by_row = y.format.scaling == Scaling::run;
   const int64_t rows = by_row ? y.shape.rows() : 1, cols = by_row ? y.shape.cols() : y.shape.numel();
   if (rows * cols == 0 && y.format.scaling != Scaling::tensor) return;
-  write_pieces(y, args.scale, rows, cols, kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); });
+  write_pieces(y, args.scale, rows, cols, kChunk,
+               [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); });
 }
 
 namespace {

@@ -38,8 +38,8 @@ struct Job {
   }
 };
 
-// One job at a time. A worker joins the job of the current epoch while places are left, and the publisher waits until all
-// that joined have left.
+// One job at a time. A worker joins the job of the current epoch while places are left, and the publisher waits until
+// all that joined have left.
 struct Pool {
   std::mutex busy;  // held by the publisher of the running job
   std::mutex mutex;

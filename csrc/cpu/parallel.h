@@ -1,5 +1,5 @@
-// Threads of the CPU backend: one pool a process. Work is cut into chunks by shape alone, never by the number of threads,
-// so results do not depend on it.
+// Threads of the CPU backend: one pool a process. Work is cut into chunks by shape alone, never by the number of
+// threads, so results do not depend on it.
 #pragma once
 #include <cstdint>
 

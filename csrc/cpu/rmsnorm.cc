@@ -34,8 +34,8 @@ void rmsnorm_backward(const rmsnorm_backward_args& args) {
       sums[n] += g[n] * x[n];
       g[n] *= w[n];
     }
-    const float mean =
-        static_cast<float>(sum_of(N, [&](int64_t n) { return static_cast<double>(g[n]) * x[n]; }) / static_cast<double>(N));
+    const float mean = static_cast<float>(sum_of(N, [&](int64_t n) { return static_cast<double>(g[n]) * x[n]; }) /
+                                          static_cast<double>(N));
     for (int64_t n = 0; n < N; ++n) out[n] = rstd[row] * (g[n] - x[n] * mean);
     dx.write(row * N, (row + 1) * N, out);
   });

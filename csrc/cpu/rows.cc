@@ -41,8 +41,7 @@ void read(const Tensor& t, int64_t begin, int64_t end, float* out) {
   });
 }
 
-Writer::Writer(const Tensor& y, const Tensor& scale)
-    : y_(y), measures_(y.format.scaling == Scaling::tensor && !scale) {
+Writer::Writer(const Tensor& y, const Tensor& scale) : y_(y), measures_(y.format.scaling == Scaling::tensor && !scale) {
   if (y.format.scaling != Scaling::tensor || !scale) return;
   const float given = *scale.as<float>();
   if (!(given >= kMinNormal && given < kInf))

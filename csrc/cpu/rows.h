@@ -22,8 +22,8 @@ inline std::vector<float> read_all(const Tensor& t) {
   return values;
 }
 
-// Encodes f32 values into y piece by piece. A /t format needs its scale first: given, or measured by showing every piece to
-// measure() and calling seal().
+// Encodes f32 values into y piece by piece. A /t format needs its scale first: given, or measured by showing every
+// piece to measure() and calling seal().
 class Writer {
  public:
   Writer(const Tensor& y, const Tensor& scale);
@@ -41,8 +41,8 @@ class Writer {
   std::atomic<int64_t> infs_{0};
 };
 
-// Fills y, seen as [rows, cols] and cut into pieces of at most `piece` elements of a row, with what body(begin, end, out)
-// computes in f32. Runs body twice a piece where a scale has to be measured: cheaper than keeping the f32 values.
+// Fills y, seen as [rows, cols] and cut into pieces of at most `piece` elements of a row, with what body(begin, end,
+// out) computes in f32. Runs body twice a piece where a scale has to be measured: cheaper than keeping the f32 values.
 template <class Body>
 void write_pieces(const Tensor& y, const Tensor& scale, int64_t rows, int64_t cols, int64_t piece, Body&& body) {
   Writer writer(y, scale);
@@ -83,11 +83,12 @@ double sum_of(int64_t n, F&& f) {
   for (; i + 8 <= n; i += 8)
     for (int64_t lane = 0; lane < 8; ++lane) partial[lane] += static_cast<double>(f(i + lane));
   for (; i < n; ++i) partial[i % 8] += static_cast<double>(f(i));
-  return ((partial[0] + partial[4]) + (partial[1] + partial[5])) + ((partial[2] + partial[6]) + (partial[3] + partial[7]));
+  return ((partial[0] + partial[4]) + (partial[1] + partial[5])) +
+         ((partial[2] + partial[6]) + (partial[3] + partial[7]));
 }
 
-// Sums over rows: body(row, sums) adds a row to `sums` [width], once a chunk of rows fixed by shape; the chunks are added
-// in order, in FP64.
+// Sums over rows: body(row, sums) adds a row to `sums` [width], once a chunk of rows fixed by shape; the chunks are
+// added in order, in FP64.
 template <class Body>
 std::vector<float> sum_rows(int64_t rows, int64_t cols, int64_t width, Body&& body) {
   const int64_t chunk = rows_of_chunk(cols), chunks = (rows + chunk - 1) / chunk;

@@ -1,8 +1,8 @@
 // Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile } from 'node:fs/promises'
 import { join } from 'node:path'
+import { Block, type Build, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
-import { type Build, Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
 import { readHeader, readTensor, type StoredTensor } from '../safetensors.ts'
@@ -71,7 +71,10 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
   if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
   if (config.rope_scaling) fail('rope_scaling', 'is not supported: it must be null')
   if (!Number.isInteger(full.head_dim) || full.head_dim % 2 !== 0)
-    fail('hidden_size', `must give an even head size, which hidden_size / num_attention_heads = ${full.head_dim} is not`)
+    fail(
+      'hidden_size',
+      `must give an even head size, which hidden_size / num_attention_heads = ${full.head_dim} is not`,
+    )
   if (full.num_attention_heads % full.num_key_value_heads !== 0)
     fail('num_key_value_heads', `must divide num_attention_heads = ${full.num_attention_heads}`)
   return full
@@ -200,7 +203,12 @@ export class LlamaForCausalLM extends Module {
         for (const { name, rows } of param.parts) {
           const entry = stored.get(name)
           if (!entry)
-            throw new CoatError(`fromPretrained: ${folder} has no tensor '${name}'`, 'checkpoint', 'fromPretrained', name)
+            throw new CoatError(
+              `fromPretrained: ${folder} has no tensor '${name}'`,
+              'checkpoint',
+              'fromPretrained',
+              name,
+            )
           const part = await readTensor(entry.path, name, entry)
           const expected = (rows[1] - rows[0]) * width
           if (part.length !== expected)
