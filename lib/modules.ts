@@ -447,7 +447,8 @@ export class MLP extends Module {
   }
 
   forward(x: Tensor): Tensor {
-    return this.output.forward(ops[this.activation](this.input.forward(x), this.formats))
+    const activate = this.activation === 'swiglu' ? ops.swiglu : ops.gelu
+    return this.output.forward(activate(this.input.forward(x), this.formats))
   }
 }
 

@@ -1,7 +1,7 @@
 // Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile } from 'node:fs/promises'
 import { join } from 'node:path'
-import { Block, type Build, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
+import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
@@ -88,14 +88,12 @@ export class LlamaForCausalLM extends Module {
   readonly layers: Block[]
   readonly norm: RMSNorm | LayerNorm
   readonly head: Linear | null
-  readonly #build: Build
 
   constructor(config: LlamaConfig, options: ModelOptions) {
     super()
     const full = checked(config)
     const built = build(options)
     this.config = full
-    this.#build = built
     this.recipe = built.recipe
     const { hidden_size: hidden, initializer_range: std, rms_norm_eps: eps } = full
     const olmo = full.model_type === 'olmo'
