@@ -75,14 +75,16 @@ Napi::Array array_of(Napi::Env env, const Shape& shape) {
   return sizes;
 }
 
+// Whether an argument is not given by the caller: an output with one legal format.
+bool is_silent(const Argument& argument) { return argument.mode == Mode::out && argument.formats.size() == 1; }
+
 // Where each argument of an op stands among the JavaScript arguments; -1: it takes none, its format is the only legal
 // one.
 std::vector<int> positions_of(const Op& op) {
   std::vector<int> positions;
   int next = 0;
   for (const auto& argument : op.arguments) {
-    const bool silent = argument.mode == Mode::out && argument.formats.size() == 1;
-    positions.push_back(silent ? -1 : next++);
+    positions.push_back(is_silent(argument) ? -1 : next++);
   }
   return positions;
 }
@@ -190,8 +192,8 @@ class Call {
   void read_tensor(const Argument& argument, const Napi::Value& value, Tensor& field) {
     if (is_output(argument.mode)) {
       if (argument.mode == Mode::opt_out && absent(argument, value)) return;
-      field.format = argument.formats[0];
-      if (!value.IsUndefined()) field.format = parse_format(text_argument(value, argument.name), argument.name);
+      field.format =
+          is_silent(argument) ? argument.formats[0] : parse_format(text_argument(value, argument.name), argument.name);
       contract_.output_format(argument, field.format);
       return;
     }
@@ -279,6 +281,7 @@ Napi::Value write(const Napi::CallbackInfo& info) {
     const Tensor& tensor = addon_of(info).memory.get(handle, "tensor");
     if (!info[1].IsTypedArray()) fail("type", "bytes", "bytes must be a typed array");
     const auto bytes = info[1].As<Napi::TypedArray>();
+    if (!bytes.Get("buffer").IsArrayBuffer()) fail("type", "bytes", "bytes must not lie in shared memory");
     const int64_t expected = bytes_of(tensor.format, tensor.shape);
     if (static_cast<int64_t>(bytes.ByteLength()) != expected)
       fail("shape", "bytes", "bytes has ", bytes.ByteLength(), " bytes and ", text_of(tensor), " has ", expected);
@@ -406,6 +409,7 @@ Napi::Value table_object(const Napi::CallbackInfo& info) {
 Napi::Value describe_text(const Napi::CallbackInfo& info) { return Napi::String::New(info.Env(), describe()); }
 
 Napi::Value set_error_class(const Napi::CallbackInfo& info) {
+  if (!info[0].IsFunction()) throw Napi::TypeError::New(info.Env(), "setErrorClass: needs a constructor");
   addon_of(info).error_class = Napi::Persistent(info[0].As<Napi::Function>());
   return info.Env().Undefined();
 }

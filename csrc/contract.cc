@@ -206,6 +206,7 @@ void Contract::check(const Argument& argument, const Tensor& tensor, const std::
       letters_[unknown - 'A'] = {(size - base) / slope, std::string(1, unknown) + " = " +
                                                             std::to_string((size - base) / slope) + ", as in " + shown};
     } else if (evaluate(dim, 0, 0) != size) {
+      if (is_letter(dim.text)) fail("shape", argument.name, shown, " must have ", letters_[dim.text[0] - 'A'].by);
       fail("shape", argument.name, shown, " must have ", dim.text, " = ", evaluate(dim, 0, 0), " in dimension ", i,
            letters_text(dim));
     }

@@ -79,6 +79,10 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
          "this build of coat-fp8 has no CUDA backend: use device 'cpu', or build with COAT_CUDA=on");
   const int64_t bytes = bytes_of(format, shape);
   uint8_t* data = allocate(bytes);
+  if (format.scaling != Scaling::none) {  // the padding between codes and scales is part of what read() gives
+    const int64_t codes = shape.numel() * code_bytes(format.dtype);
+    std::memset(data + codes, 0, scales_offset(format, shape) - codes);
+  }
   int64_t index;
   if (unused_.empty()) {
     index = static_cast<int64_t>(slots_.size());
@@ -107,8 +111,8 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
 const Memory::Slot& Memory::slot(double handle, const std::string& argument) const {
   const int64_t whole = handle >= 0 && handle < 9007199254740992.0 ? static_cast<int64_t>(handle) : -1;
   const int64_t index = whole & ((int64_t{1} << kSlotBits) - 1), generation = whole >> kSlotBits;
-  if (whole < 0 || index >= static_cast<int64_t>(slots_.size()) || generation <= 0 ||
-      generation > slots_[index].generation)
+  if (whole < 0 || static_cast<double>(whole) != handle || index >= static_cast<int64_t>(slots_.size()) ||
+      generation <= 0 || generation > slots_[index].generation)
     fail("handle", argument, argument, " is ", handle, ", which is no tensor handle of this thread");
   if (generation != slots_[index].generation || !slots_[index].live)
     fail("freed", argument, argument, " was freed: a tensor cannot be used after dispose() or after its scope ended");

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 namespace coat {
@@ -18,11 +19,25 @@ struct Error : std::exception {
   const char* what() const noexcept override { return message.c_str(); }
 };
 
+// A number as people write it: whole ones with all their digits.
+template <class T>
+void write_part(std::ostringstream& text, const T& part) {
+  if constexpr (std::is_floating_point_v<T>) {
+    const double x = part;
+    if (x > -9007199254740993.0 && x < 9007199254740993.0 && x == static_cast<double>(static_cast<int64_t>(x))) {
+      text << static_cast<int64_t>(x);
+      return;
+    }
+  }
+  text << part;
+}
+
 // Throws an Error whose text is the parts written one after the other.
 template <class... Parts>
 [[noreturn]] void fail(const char* code, const std::string& argument, const Parts&... parts) {
   std::ostringstream text;
-  (text << ... << parts);
+  text.precision(9);
+  (write_part(text, parts), ...);
   throw Error(code, argument, text.str());
 }
 

@@ -6,6 +6,7 @@ namespace coat::cpu {
 
 void layernorm_forward(const layernorm_forward_args& args) {
   const int64_t N = args.x.shape.cols();
+  check_row_not_empty(args.x);
   const std::vector<float> w = args.w ? read_all(args.w) : std::vector<float>(N, 1.f);
   const std::vector<float> b = args.b ? read_all(args.b) : std::vector<float>(N, 0.f);
   float *mean = args.mean.as<float>(), *rstd = args.rstd.as<float>();
@@ -18,7 +19,7 @@ void layernorm_forward(const layernorm_forward_args& args) {
       return d * d;
     });
     const float m = static_cast<float>(middle);
-    const float r = 1.f / sqrt_(static_cast<float>(spread / count) + args.eps);
+    const float r = inverse_deviation(spread, N, args.eps);
     mean[row] = m;
     rstd[row] = r;
     for (int64_t n = 0; n < N; ++n) out[n] = fma_((out[n] - m) * r, w[n], b[n]);

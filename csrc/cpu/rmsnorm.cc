@@ -6,12 +6,13 @@ namespace coat::cpu {
 
 void rmsnorm_forward(const rmsnorm_forward_args& args) {
   const int64_t N = args.x.shape.cols();
+  check_row_not_empty(args.x);
   const std::vector<float> w = read_all(args.w);
   float* rstd = args.rstd.as<float>();
   write_rows(args.y, args.scale, [&](int64_t row, float* out) {
     read_row(args.x, row, out);
     const double squares = sum_of(N, [&](int64_t n) { return static_cast<double>(out[n]) * out[n]; });
-    const float r = 1.f / sqrt_(static_cast<float>(squares / static_cast<double>(N)) + args.eps);
+    const float r = inverse_deviation(squares, N, args.eps);
     rstd[row] = r;
     for (int64_t n = 0; n < N; ++n) out[n] = out[n] * r * w[n];
   });

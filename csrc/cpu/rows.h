@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "../format.h"
@@ -70,7 +71,6 @@ void write_pieces(const Tensor& y, const Tensor& scale, int64_t rows, int64_t co
 template <class Body>
 void write_rows(const Tensor& y, const Tensor& scale, Body&& body) {
   const int64_t cols = y.shape.cols();
-  if (cols == 0) return;
   write_pieces(y, scale, y.shape.rows(), cols, cols,
                [&](int64_t begin, int64_t, float* out) { body(begin / cols, out); });
 }
@@ -85,6 +85,14 @@ double sum_of(int64_t n, F&& f) {
   for (; i < n; ++i) partial[i % 8] += static_cast<double>(f(i));
   return ((partial[0] + partial[4]) + (partial[1] + partial[5])) +
          ((partial[2] + partial[6]) + (partial[3] + partial[7]));
+}
+
+// 1 / sqrt(sum / n + eps) for the rows of a norm; in FP64, where the square of no f32 overflows.
+inline float inverse_deviation(double sum, int64_t n, float eps) {
+  return static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));
+}
+inline void check_row_not_empty(const Tensor& x) {
+  if (x.shape.cols() == 0) fail("shape", "x", "x ", text_of(x), " must have at least one column");
 }
 
 // Sums over rows: body(row, sums) adds a row to `sums` [width], once a chunk of rows fixed by shape; the chunks are

@@ -1,0 +1,308 @@
+// Formats held against their definitions: codes, rounding, saturation, scales, range expansion.
+import { describe, expect, it } from 'vitest'
+import type { AnyFormat } from '../lib/native.gen.ts'
+import { native } from '../lib/native.ts'
+import { type Block, expansionOf, interval, valueOfCode } from './decode.ts'
+import { bytesOf, own, read, stored, tensor } from './harness.ts'
+import { Random } from './values.ts'
+
+const fp8 = ['e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128'] as const
+const codes = Array.from({ length: 256 }, (_, code) => code)
+const one = () => tensor('f32', [1], [1])
+/** The f32 `steps` after x, away from 0. */
+function beside(x: number, steps: number): number {
+  const float = Float32Array.of(x)
+  const bits = new Int32Array(float.buffer)
+  bits[0] = (bits[0] as number) + steps
+  return float[0] as number
+}
+
+/** The codes of values under a scale of exactly 1. */
+async function encode(format: 'e4m3/t' | 'e5m2/t', values: readonly number[]): Promise<number[]> {
+  return [...(await stored(tensor(format, [values.length], values, one()))).codes]
+}
+/** What the native code makes of stored bytes, in f32. */
+async function decoded(handle: number): Promise<number[]> {
+  return await read(own(native.convert(handle, null, 'f32')))
+}
+
+describe.each([
+  ['e4m3', 0x7e, 254, [0x7f, 0xff]],
+  ['e5m2', 0x7b, 248, [0x7d, 0x7e, 0x7f, 0xfd, 0xfe, 0xff]],
+] as const)('%s codes', (kind, top, count, nans) => {
+  const format = `${kind}/t` as const
+  const finite = codes.filter((code) => Number.isFinite(valueOfCode(kind, code)))
+
+  it('all 256 decode by their bits', async () => {
+    const x = own(native.make(format, [256], 'cpu', 'temp'))
+    native.write(x, Uint8Array.from([...codes, 0, 0, 0x80, 0x3f]))
+    expect(await decoded(x)).toEqual(codes.map((code) => valueOfCode(kind, code)))
+    expect(codes.filter((code) => Number.isNaN(valueOfCode(kind, code)))).toEqual(nans)
+  })
+
+  it(`the ${count} finite ones encode to themselves and increase`, async () => {
+    expect(finite.length).toBe(count)
+    expect(
+      await encode(
+        format,
+        finite.map((code) => valueOfCode(kind, code)),
+      ),
+    ).toEqual(finite)
+    for (let code = 1; code <= top; code++) expect(valueOfCode(kind, code)).toBeGreaterThan(valueOfCode(kind, code - 1))
+  })
+
+  it('ties go to even codes, everything else to the nearest', async () => {
+    const middles = codes.slice(0, top).map((code) => (valueOfCode(kind, code) + valueOfCode(kind, code + 1)) / 2)
+    const even = middles.map((_, code) => code + (code % 2))
+    expect(await encode(format, middles)).toEqual(even)
+    expect(
+      await encode(
+        format,
+        middles.map((x) => -x),
+      ),
+    ).toEqual(even.map((code) => code | 0x80))
+    expect(
+      await encode(
+        format,
+        middles.map((x) => beside(x, 1)),
+      ),
+    ).toEqual(middles.map((_, code) => code + 1))
+    expect(
+      await encode(
+        format,
+        middles.map((x) => beside(x, -1)),
+      ),
+    ).toEqual(middles.map((_, code) => code))
+  })
+})
+
+describe('casts with a scale of 1', () => {
+  it.each([
+    [448, 0x7e],
+    [464, 0x7e],
+    [465, 0x7e],
+    [1000, 0x7e],
+    [-1000, 0xfe],
+    [-0, 0x80],
+    [0, 0x00],
+    [2 ** -9, 0x01],
+    [2 ** -10, 0x00],
+    [beside(2 ** -10, 1), 0x01],
+    [1.5 * 2 ** -9, 0x02],
+    [2.5 * 2 ** -9, 0x02],
+    [17, 0x58],
+    [19, 0x5a],
+    [1e-40, 0x00],
+    [-1e-40, 0x80],
+  ])('e4m3 of %f is %i', async (x, code) => {
+    expect(await encode('e4m3/t', [x])).toEqual([code])
+  })
+  it.each([
+    [57344, 0x7b],
+    [61440, 0x7b],
+    [3e38, 0x7b],
+    [2 ** -16, 0x01],
+    [2 ** -17, 0x00],
+    [-0, 0x80],
+  ])('e5m2 of %f is %i', async (x, code) => {
+    expect(await encode('e5m2/t', [x])).toEqual([code])
+  })
+})
+
+describe('bf16', () => {
+  const round = async (values: number[]) => await read(tensor('bf16', [values.length], values))
+  it('rounds to nearest, ties to even, overflow to Inf', async () => {
+    expect(await round([1 + 2 ** -8, 1 + 3 * 2 ** -8, 1 + 2 ** -8 + 2 ** -20, -0, 3.3895e38, 3.4e38, -3.4e38])).toEqual(
+      [1, 1 + 2 ** -6, 1 + 2 ** -7, -0, 3.3895313892515355e38, Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY],
+    )
+  })
+  it('keeps every bf16, and every NaN a NaN', async () => {
+    const x = own(native.make('bf16', [65536], 'cpu', 'temp'))
+    native.write(
+      x,
+      Uint16Array.from({ length: 65536 }, (_, i) => i),
+    )
+    const back = own(native.convert(own(native.convert(x, null, 'f32')), null, 'bf16'))
+    const [before, after] = [await read(x), await read(back)]
+    expect(after).toEqual(before)
+    const f = own(native.make('f32', [3], 'cpu', 'temp'))
+    native.write(f, Uint32Array.of(0x7f800001, 0xff800001, 0x7fffffff))
+    expect(await read(own(native.convert(f, null, 'bf16')))).toEqual([Number.NaN, Number.NaN, Number.NaN])
+  })
+})
+
+describe.each(fp8)('%s', (format) => {
+  it('zeros: codes 0, a finite positive scale, exact zeros, signs kept', async () => {
+    const { codes, blocks, values } = await stored(
+      tensor(
+        format,
+        [2, 128],
+        Array.from({ length: 256 }, (_, i) => (i === 3 ? -0 : 0)),
+      ),
+    )
+    expect([...codes]).toEqual(Array.from({ length: 256 }, (_, i) => (i === 3 ? 0x80 : 0)))
+    for (const { scale } of blocks) expect(scale > 0 && Number.isFinite(scale)).toBe(true)
+    expect(values.every((x) => x === 0)).toBe(true)
+  })
+
+  it('NaN stays NaN and Inf saturates, is counted, and neither sets a scale', async () => {
+    const values = Array.from({ length: 160 }, (_, i) => (i >= 20 && i < 23 ? 0 : Math.sin(i + 1)))
+    const clean = await read(tensor(format, [160], values))
+    const before = native.memory().infs
+    const dirty = values.map((x, i) => [Number.NaN, Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY][i - 20] ?? x)
+    const x = tensor(format, [160], dirty)
+    expect(native.memory().infs - before).toBe(2)
+    const after = await stored(x)
+    expect(after.values[20]).toBeNaN()
+    expect([...after.codes.slice(21, 23)]).toEqual(format === 'e5m2/t' ? [0x7b, 0xfb] : [0x7e, 0xfe])
+    expect([...after.values].toSpliced(20, 3)).toEqual(clean.toSpliced(20, 3))
+    expect((await decoded(x)).flatMap((value, i) => (Number.isNaN(value) ? [i] : []))).toEqual([20])
+  })
+
+  it('magnitudes of 1e-40, 1e-30, 1e-10 and 1e30 survive', async () => {
+    for (const size of [1e-40, 1e-30, 1e-10, 1e30]) {
+      const x = tensor(
+        format,
+        [3, 130],
+        Array.from({ length: 390 }, (_, i) => (i % 2 ? size : -size)),
+      )
+      for (const [i, value] of (await decoded(x)).entries()) {
+        expect(Number.isFinite(value)).toBe(true)
+        if (size > 1e-40) expect(Math.abs(value / (i % 2 ? size : -size) - 1)).toBeLessThan(0.0625)
+      }
+    }
+  })
+
+  it('a row of zeros leaves the others as they were', async () => {
+    const random = new Random(17)
+    const values = Array.from({ length: 256 * 256 }, () => random.normal())
+    values[0] = 9 // the largest is not in row 17
+    const before = await decoded(tensor(format, [256, 256], values))
+    const after = await decoded(
+      tensor(
+        format,
+        [256, 256],
+        values.map((x, i) => (i >> 8 === 17 ? 0 : x)),
+      ),
+    )
+    expect(after).toEqual(before.map((x, i) => (i >> 8 === 17 ? 0 : x)))
+  })
+
+  it('constant and single elements come back, signs kept', async () => {
+    for (const n of [1, 127, 128, 129]) {
+      const values = Array.from({ length: n }, (_, i) => (i % 3 ? 0.5 : -0.5))
+      for (const [i, x] of (await decoded(tensor(format, [n], values))).entries())
+        expect(Math.abs(x / (values[i] as number) - 1)).toBeLessThan(format === 'e4m3/g16' ? 1 / 128 : 1e-5)
+    }
+  })
+})
+
+describe('e4m3/g16', () => {
+  it('the scale is bf16, rounded up: nothing exceeds 448, and no scale is larger than needed', async () => {
+    const random = new Random(2)
+    const values = Float32Array.from({ length: 997 * 33 }, () => random.typical() * 10 ** (8 * random.uniform() - 4))
+    const { blocks, blockOf } = await stored(tensor('e4m3/g16', [997, 33], values))
+    const max = new Float64Array(blocks.length)
+    values.forEach((x, i) => {
+      max[blockOf(i)] = Math.max(max[blockOf(i)] as number, Math.abs(x))
+    })
+    blocks.forEach(({ scale }, b) => {
+      if (max[b] === 0) return
+      const exact = (max[b] as number) / 448
+      expect(scale * (1 + 1e-7)).toBeGreaterThanOrEqual(exact)
+      expect(scale).toBeLessThanOrEqual(exact * (1 + 2 ** -7))
+    })
+  })
+})
+
+describe('e4m3/x128', () => {
+  const expand = async (values: readonly number[]) => await stored(tensor('e4m3/x128', [values.length], values))
+  const halves = (a: number, b: number) => Array.from({ length: 128 }, (_, i) => (i < 64 ? a : b))
+
+  it.each([
+    [1e-2, 1e-3, 5, 0x02, 9.7296e-4],
+    [1, 0.5, 16.5625, undefined, 0.4949],
+  ])('64 of %f and 64 of %f have k = %f', async (a, b, k, code, low) => {
+    const { codes, blocks, values } = await expand(halves(a, b))
+    expect(blocks[0]?.k).toBe(k)
+    expect(codes[0]).toBe(0x7e)
+    if (code !== undefined) expect(codes[64]).toBe(code)
+    expect((values[0] as number) / a).toBeCloseTo(1, 5)
+    expect((values[64] as number) / low).toBeCloseTo(1, 4)
+  })
+
+  it('k is the multiple of 1/16 below the quotient, from 1/16 to 64', async () => {
+    const cases: [number, number, number][] = [
+      [1, 1e-9, 0.5],
+      [1e30, 1e-35, 1 / 16],
+      [1, 1 - 2 ** -12, 64],
+      [1, beside(1, 1), 64],
+      [3e38, 1e-38, 1 / 16],
+    ]
+    for (const [a, b, k] of cases) {
+      const { blocks, values } = await expand(halves(a, b))
+      expect(blocks[0]?.k).toBe(k)
+      const size = [Math.abs(values[0] as number), Math.abs(values[64] as number)]
+      expect((size[0] as number) / a).toBeCloseTo(1, 3)
+      expect(Math.abs(Math.log2((size[1] as number) / b)) * k).toBeLessThan(0.3)
+    }
+  })
+
+  it('the smallest non-zero magnitude counts, wherever zeros sit', async () => {
+    const base = Array.from({ length: 128 }, (_, i) => (i === 5 ? 1e-5 : 1e-3))
+    const block = (await expand(base)).blocks[0]
+    for (let at = 0; at < 128; at++)
+      if (at !== 5) expect((await expand(base.map((x, i) => (i === at ? 0 : x)))).blocks[0]).toEqual(block)
+  })
+
+  it('runs go on over the ends of rows, tails of 1, 127 and 129', async () => {
+    const random = new Random(21)
+    const values = Array.from({ length: 129 * 3 }, () => random.normal())
+    const flat = await bytesOf(tensor('e4m3/x128', [387], values))
+    expect(await bytesOf(tensor('e4m3/x128', [3, 129], values))).toEqual(flat)
+    for (const n of [1, 127, 129]) expect((await expand(values.slice(0, n))).blocks.length).toBe(Math.ceil(n / 128))
+  })
+
+  it('blocks, codes and decoded values agree with float64', async () => {
+    const random = new Random(22)
+    const spread = (i: number) => 10 ** (Math.floor(i / 128) % 12)
+    const values = Array.from({ length: 128 * 240 }, (_, i) =>
+      Math.fround(random.normal() * spread(i) ** (2 * random.uniform() - 1)),
+    )
+    const x = tensor('e4m3/x128', [values.length], values)
+    const { blocks, values: exact } = await stored(x)
+    let misses = 0
+    blocks.forEach((block, b) => {
+      const wanted = expansionOf(values.slice(b * 128, b * 128 + 128))
+      if (block.k !== wanted.k) misses += 1
+      expect(block.centre / wanted.centre).toBeCloseTo(1, 5)
+      expect(
+        block.scale /
+          ((Math.max(...values.slice(b * 128, b * 128 + 128).map(Math.abs)) / wanted.centre) ** block.k / 448),
+      ).toBeCloseTo(1, 4)
+    })
+    expect(misses).toBeLessThanOrEqual(1) // a quotient within an FP32 error of a multiple of 1/16
+    for (const [i, value] of values.entries()) {
+      const [low, high] = interval('e4m3', blocks[i >> 7] as Block, value, Math.abs(value) * 1e-5, false)
+      if (!((exact[i] as number) >= low && (exact[i] as number) <= high)) throw new Error(`${value} became ${exact[i]}`)
+    }
+    for (const [i, value] of (await decoded(x)).entries())
+      if (exact[i] !== 0) expect(Math.abs(value / (exact[i] as number) - 1)).toBeLessThan(1e-5)
+  })
+
+  it('Gaussian runs lose half as much as in plain e4m3/g128', async () => {
+    const random = new Random(23)
+    const values = Float32Array.from({ length: 128 * 3000 }, () => random.normal())
+    const error = async (format: AnyFormat) => {
+      const { values: back } = await stored(tensor(format, [1, values.length], values))
+      let [lost, all] = [0, 0]
+      values.forEach((x, i) => {
+        lost += (x - (back[i] as number)) ** 2
+        all += x * x
+      })
+      return Math.sqrt(lost / all)
+    }
+    expect(await error('e4m3/x128')).toBeCloseTo(0.0141, 3)
+    expect(await error('e4m3/g128')).toBeCloseTo(0.0256, 3)
+  })
+})

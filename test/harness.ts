@@ -1,0 +1,382 @@
+// checkOp holds one op of the table against a float64 reference in every legal combination of formats, on every device;
+// checkGradient holds a reference backward against its forward.
+import { afterEach, expect, it } from 'vitest'
+import type { AnyFormat, Handle } from '../lib/native.gen.ts'
+import { CoatError, type DeviceKind, native, type OpArgument, type OpEntry } from '../lib/native.ts'
+import { decode, interval, type Kind, kinds, plain, type Stored } from './decode.ts'
+import {
+  type Given,
+  type Letter,
+  type List,
+  matrix,
+  type Name,
+  numelOf,
+  Random,
+  type Shape,
+  sum,
+  type Values,
+  valuesOf,
+} from './values.ts'
+
+export const devices: readonly DeviceKind[] = ['cpu', 'cuda']
+
+/** Whether this build and this machine have the device; tests of an absent one are skipped, and counted. */
+export function present(device: DeviceKind): boolean {
+  try {
+    native.free(native.make('f32', [1], device, 'temp'))
+    return true
+  } catch (error) {
+    if (error instanceof CoatError && error.code === 'no_cuda') return false
+    throw error
+  }
+}
+
+// ---- handles of hand-written tests ----
+
+const owned: Handle[] = []
+
+/** Frees the handle, or the handles, when the test ends. */
+export function own<T extends Handle | readonly (Handle | null)[]>(handles: T): T {
+  owned.push(...[handles as (Handle | null)[]].flat().filter((handle) => handle !== null))
+  return handles
+}
+
+afterEach(() => {
+  native.checkGuards()
+  for (const handle of owned.splice(0)) native.free(handle)
+  expect(native.memory().tensors).toBe(0)
+  expect(native.memory().live.total).toBe(0)
+})
+
+/** Makes a tensor on the CPU with these values, rounded to the format. */
+export function tensor(format: AnyFormat, shape: Shape, values: ArrayLike<number>, given?: Handle): Handle {
+  const ids = native.make(format === 'i32' ? 'i32' : 'f32', shape, 'cpu', 'temp')
+  native.write(ids, format === 'i32' ? Int32Array.from(values) : Float32Array.from(values))
+  if (format === 'i32' || (format === 'f32' && given === undefined)) return own(ids)
+  const made = native.convert(ids, given ?? null, format)
+  native.free(ids)
+  return own(made)
+}
+
+/** Decodes a tensor. */
+export async function stored(handle: Handle): Promise<Stored> {
+  const { format, shape } = native.info(handle)
+  return decode(format, shape, new Uint8Array(await native.read(handle)))
+}
+export async function read(handle: Handle): Promise<number[]> {
+  return [...(await stored(handle)).values]
+}
+export async function bytesOf(handle: Handle): Promise<Uint8Array> {
+  return new Uint8Array(await native.read(handle))
+}
+
+// ---- the table ----
+
+type Formats = Record<string, AnyFormat | null>
+type Sizes = Record<string, number>
+
+const isTensor = ({ formats }: OpArgument) => formats.length > 0
+const isOutput = ({ mode }: OpArgument) => mode === 'out' || mode === 'opt_out'
+const isChanged = ({ mode }: OpArgument) => mode.endsWith('inout')
+const isList = ({ mode }: OpArgument) => mode.includes('list')
+
+export function entryOf(name: string): OpEntry {
+  const entry = native.table().find((row) => row.name === name)
+  if (!entry) throw new Error(`the table has no op ${name}`)
+  return entry
+}
+
+/** The value of a size of the table, such as (H+2*J)*D. */
+function evaluate(dim: string, sizes: Sizes): number {
+  const flat = dim.replace(/\(([^()]*)\)/g, (_, inner: string) => String(evaluate(inner, sizes)))
+  const product = (text: string) => numelOf(text.split('*').map((factor) => sizes[factor] ?? Number(factor)))
+  return flat.split('+').reduce((total, text) => total + product(text), 0)
+}
+
+const shapeOf = (dims: string, sizes: Sizes): Shape =>
+  (dims === '*' ? ['M', 'N'] : dims.split(' ')).map((dim) => evaluate(dim, sizes))
+
+/** Every legal combination of formats up to 64; else as few as show every pair of formats of two arguments. */
+export function combinationsOf(entry: OpEntry): Formats[] {
+  let all: Formats[] = [{}]
+  for (const { name, mode, formats } of entry.arguments.filter(isTensor)) {
+    const choices = mode.startsWith('opt') ? [null, ...formats] : formats
+    all = all.flatMap((combination) => choices.map((format) => ({ ...combination, [name]: format })))
+  }
+  const { names, combinations } = entry.only
+  if (names.length)
+    all = all.filter((row) => combinations.some((legal) => legal.every((word, i) => row[names[i] as string] === word)))
+  if (all.length <= 64) return all
+  const pairsOf = (row: Formats) => {
+    const words = Object.entries(row).map(([name, format]) => `${name} ${format}`)
+    return words.flatMap((word, i) => words.slice(i + 1).map((other) => `${word}, ${other}`))
+  }
+  const random = new Random(64)
+  const candidates = all.map((row) => ({ row, pairs: pairsOf(row), order: random.uniform() }))
+  candidates.sort((a, b) => a.order - b.order)
+  const open = new Set(candidates.flatMap(({ pairs }) => pairs))
+  const gain = ({ pairs }: { pairs: string[] }) => pairs.filter((pair) => open.has(pair)).length
+  const chosen: Formats[] = []
+  while (open.size > 0) {
+    const best = candidates.reduce((a, b) => (gain(b) > gain(a) ? b : a))
+    for (const pair of best.pairs) open.delete(pair)
+    chosen.push(best.row)
+  }
+  return chosen
+}
+
+/** Calls an op with its arguments by name; the outputs by name. */
+export function invoke(entry: OpEntry, by: Record<string, unknown>): Record<string, Handle | null> {
+  const silent = (argument: OpArgument) => argument.mode === 'out' && argument.formats.length === 1
+  const list = entry.arguments.filter((argument) => !silent(argument)).map(({ name }) => by[name])
+  const f = native[entry.name as 'scale_of'] as unknown as (...list: unknown[]) => Handle | Handle[]
+  const results = [f(...list)].flat()
+  return Object.fromEntries(entry.arguments.filter(isOutput).map(({ name }, i) => [name, results[i] ?? null]))
+}
+
+// ---- checkOp ----
+
+/** Rows and columns for most ops: none, 1, primes, 16k ± 1, and more than one chunk of work. */
+export const sizes = [
+  ...[0, 1, 2].map((M) => ({ M, N: 16 })),
+  ...[1, 15, 17, 31, 33, 127, 129].map((N, i) => ({ M: [1, 3, 5, 33, 31, 129, 17][i] as number, N })),
+  { M: 257, N: 384 },
+]
+
+interface Input {
+  shape: Shape
+  bytes: Uint8Array
+  values: Values
+}
+
+export interface OpCheck {
+  /** Letters, and numbers of the op. `*` stands for [M, N]. */
+  sizes: readonly Sizes[]
+  /** Numbers of elements of the members of lists, which are [1, n]. */
+  lists?: readonly number[]
+  numbers?: Record<string, number>
+  /** One element of an argument, where typical numbers will not do. */
+  data?: Partial<Record<Name | List, (random: Random, sizes: Record<Letter, number>, i: number) => number>>
+  /** Expected outputs and changed arguments by name; under |name| the size that rounding errors are relative to. */
+  reference: (given: Given) => Record<string, Values | Values[]>
+  /** Relative FP32 error beyond the rounding to the output's format (default 1e-6). */
+  slack?: number
+}
+
+/** Holds one op against its reference; see architecture.md 2.12. */
+export function checkOp(name: string, check: OpCheck): void {
+  const entry = entryOf(name)
+  const combinations = combinationsOf(entry)
+  const title = `${combinations.length} combinations of formats, ${check.sizes.length} sizes`
+  for (const device of devices)
+    it.skipIf(!present(device))(`${name} on ${device}: ${title}`, async () => {
+      const threads = native.threads()
+      for (const sizes of check.sizes)
+        await checkSizes(entry, check, { L: check.lists?.length ?? 0, ...sizes }, device, combinations)
+      native.threads(threads)
+    })
+}
+
+async function makeInput(
+  argument: OpArgument,
+  format: AnyFormat,
+  shape: Shape,
+  check: OpCheck,
+  sizes: Sizes,
+): Promise<Input> {
+  const random = new Random(shape.reduce((seed, size) => seed * 31 + size, argument.name.charCodeAt(0)))
+  const rule = check.data?.[argument.name as Name]
+  const one = (i: number) =>
+    argument.name === 'scale' ? 0.0625 : rule ? rule(random, sizes as Record<Letter, number>, i) : random.typical()
+  const handle = tensor(
+    format,
+    shape,
+    Float64Array.from({ length: numelOf(shape) }, (_, i) => one(i)),
+  )
+  const { values } = await stored(handle)
+  return { shape, bytes: await bytesOf(handle), values: valuesOf(values, shape.at(-1)) }
+}
+
+async function checkSizes(
+  entry: OpEntry,
+  check: OpCheck,
+  sizes: Sizes,
+  device: DeviceKind,
+  all: Formats[],
+): Promise<void> {
+  const known = new Map<string, Input[]>()
+  const references = new Map<string, ReturnType<OpCheck['reference']>>()
+  const numbers: Record<string, number> = { ...check.numbers, ...sizes }
+  const inputs = entry.arguments.filter((argument) => isTensor(argument) && !isOutput(argument))
+  for (const { name, mode } of entry.arguments) if (mode === 'f32') numbers[name] = Math.fround(numbers[name] as number)
+
+  for (const formats of all) {
+    const given: Record<string, unknown> = { ...numbers }
+    for (const argument of inputs) {
+      const format = formats[argument.name] as AnyFormat | null
+      const key = `${argument.name} ${format}`
+      const shapes = isList(argument) ? (check.lists ?? []).map((n) => [1, n]) : [shapeOf(argument.dims, sizes)]
+      if (format && !known.has(key))
+        known.set(key, await Promise.all(shapes.map((shape) => makeInput(argument, format, shape, check, sizes))))
+      const values = known.get(key)?.map((input) => input.values) ?? null
+      if (argument.name !== 'scale' || !isTensor(argument))
+        given[argument.name] = isList(argument) ? values : (values?.[0] ?? null)
+    }
+    const key = inputs.map(({ name }) => (name === 'scale' ? '' : formats[name])).join()
+    const expected = references.get(key) ?? check.reference(given as unknown as Given)
+    references.set(key, expected)
+
+    const where = `${entry.name} ${JSON.stringify(sizes)} ${JSON.stringify(formats)}`
+    let first: Map<string, Uint8Array> | undefined
+    for (const threads of [1, 2, 7]) {
+      native.threads(threads)
+      const results = await runOnce(entry, formats, numbers, known, device)
+      for (const [name, { format, shape, bytes }] of results) {
+        if (first && Buffer.compare(first.get(name) as Uint8Array, bytes) !== 0)
+          throw new Error(`${where}: ${name} differs with ${threads} threads`)
+        const [bare = '', item] = name.split('[')
+        const pick = (value?: Values | Values[]) =>
+          Array.isArray(value) ? value[Number.parseInt(item ?? '0', 10)] : value
+        const wanted = pick(expected[bare])
+        if (!wanted) throw new Error(`the reference of ${entry.name} gives no ${bare}`)
+        const scaled = formats.scale ? 0.0625 : undefined
+        if (!first)
+          verify(
+            `${where}: ${name}`,
+            format,
+            shape,
+            bytes,
+            wanted,
+            pick(expected[`|${bare}|`]),
+            check.slack ?? 1e-6,
+            scaled,
+          )
+      }
+      first ??= new Map([...results].map(([name, { bytes }]) => [name, bytes]))
+    }
+  }
+}
+
+type Results = Map<string, { format: AnyFormat; shape: Shape; bytes: Uint8Array }>
+
+/** One call with fresh copies of the inputs; the bytes of what it made and changed. Frees everything. */
+async function runOnce(
+  entry: OpEntry,
+  formats: Formats,
+  numbers: Sizes,
+  known: Map<string, Input[]>,
+  device: DeviceKind,
+): Promise<Results> {
+  const before = native.memory()
+  const handles: Handle[] = []
+  const wanted = new Map<string, Handle>()
+  const by: Record<string, unknown> = { ...formats, ...numbers }
+  for (const argument of entry.arguments.filter((argument) => isTensor(argument) && !isOutput(argument))) {
+    const format = formats[argument.name]
+    if (!format) continue
+    const made = (known.get(`${argument.name} ${format}`) as Input[]).map(({ shape, bytes }) => {
+      const handle = native.make(format, shape, device, 'temp')
+      native.write(handle, bytes)
+      return handle
+    })
+    handles.push(...made)
+    by[argument.name] = isList(argument) ? made : made[0]
+    if (isChanged(argument))
+      for (const [i, handle] of made.entries())
+        wanted.set(isList(argument) ? `${argument.name}[${i}]` : argument.name, handle)
+  }
+  for (const [name, handle] of Object.entries(invoke(entry, by))) {
+    if (handle === null) continue
+    handles.push(handle)
+    wanted.set(name, handle)
+  }
+  native.checkGuards()
+  const results: Results = new Map()
+  for (const [name, handle] of wanted) {
+    const { format, shape } = native.info(handle)
+    results.set(name, { format, shape, bytes: await bytesOf(handle) })
+  }
+  for (const handle of handles) native.free(handle)
+  expect(native.memory().live).toEqual(before.live)
+  expect(native.memory().tensors).toBe(before.tensors)
+  return results
+}
+
+/** Every element within half a step, nothing left unwritten, no scale larger than needed. */
+function verify(
+  where: string,
+  format: AnyFormat,
+  shape: Shape,
+  bytes: Uint8Array,
+  wanted: Values,
+  sizes: Values | undefined,
+  relative: number,
+  given?: number,
+): void {
+  const { values, codes, blocks, blockOf } = decode(format, shape, bytes)
+  const kind = format.split('/')[0] as Kind
+  if (values.length !== wanted.data.length)
+    throw new Error(`${where} has ${values.length} elements, the reference ${wanted.data.length}`)
+  const measured = blocks.length > 0 && !(given && format.endsWith('/t'))
+  if (blocks.length > 0 && !measured && blocks[0]?.scale !== given)
+    throw new Error(`${where} has scale ${blocks[0]?.scale}, not ${given}`)
+  const top = new Uint8Array(blocks.length)
+  values.forEach((value, i) => {
+    const x = wanted(i)
+    const b = blockOf(i)
+    const slack = relative * Math.max(Math.abs(x), sizes ? sizes(i) : 0)
+    const [low, high] = interval(kind, blocks[b] ?? plain, x, slack, !measured)
+    if (!(value >= low && value <= high) && !(Number.isNaN(x) && Number.isNaN(value)))
+      throw new Error(`${where}: element ${i} is ${value}, the reference ${x} (from ${low} to ${high} is right)`)
+    top[b] = Math.max(top[b] ?? 0, (codes[i] as number) & 0x7f)
+  })
+  if (measured)
+    top.forEach((code, b) => {
+      if (code !== 0 && code !== kinds[kind].top) throw new Error(`${where}: the largest code of block ${b} is ${code}`)
+    })
+}
+
+// ---- gradients of references ----
+
+export interface GradientCheck {
+  numbers: Record<string, number>
+  /** Rows and columns of each input. */
+  inputs: Partial<Record<Name, readonly [number, number]>>
+  forward: (given: Given) => Values
+  /** Given dy (or dout) besides the inputs. */
+  backward: (given: Given) => Record<string, Values | Values[]>
+  /** Which result of backward is the gradient of which input. */
+  gradients: Record<string, Name>
+}
+
+/** Holds a reference backward against central differences of the reference forward. */
+export function checkGradient(name: string, check: GradientCheck): void {
+  it(`${name}: the reference gradient agrees with central differences`, () => {
+    const random = new Random(7)
+    const given = { ...check.numbers } as Record<string, unknown>
+    for (const [input, [rows, cols]] of Object.entries(check.inputs))
+      given[input] = matrix(rows, cols, () => random.normal())
+    const y = check.forward(given as Given)
+    const dy = valuesOf(
+      y.data.map(() => random.normal()),
+      check.numbers.N ?? check.numbers.F ?? check.numbers.D,
+    )
+    const exact = check.backward({ ...given, dy, dout: dy, dloss: dy } as unknown as Given)
+    const h = 1e-5
+    for (const [gradient, input] of Object.entries(check.gradients)) {
+      const { data } = given[input] as Values
+      const loss = () => sum(dy.data.length, (i) => dy(i) * check.forward(given as Given)(i))
+      data.forEach((x, i) => {
+        data[i] = x + h
+        const above = loss()
+        data[i] = x - h
+        const below = loss()
+        data[i] = x
+        const value = (exact[gradient] as Values)(i)
+        expect(Math.abs((above - below) / (2 * h) - value), `${gradient}[${i}] = ${value}`).toBeLessThan(
+          1e-6 * (1 + Math.abs(value)),
+        )
+      })
+    }
+  })
+}

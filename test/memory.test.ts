@@ -1,0 +1,212 @@
+// Native memory: purposes and peaks, handles and their generations, versions, threads with memories of their own.
+import { once } from 'node:events'
+import { createRequire } from 'node:module'
+import { fileURLToPath } from 'node:url'
+import { Worker } from 'node:worker_threads'
+import { describe, expect, it } from 'vitest'
+import { CoatError, native, type Purpose } from '../lib/native.ts'
+import { bytesOf, own, read, tensor } from './harness.ts'
+
+describe('accounts', () => {
+  it('bytes are those of codes, padding and scales', () => {
+    const bytes = {
+      f32: 4 * 399,
+      bf16: 2 * 399,
+      i32: 4 * 399,
+      'e4m3/t': 400 + 4,
+      'e5m2/t': 400 + 4,
+      'e4m3/g16': 400 + 2 * 3 * 9,
+      'e4m3/g128': 400 + 4 * 3 * 2,
+      'e4m3/x128': 400 + 12 * 4,
+    } as const
+    for (const [format, size] of Object.entries(bytes) as [keyof typeof bytes, number][]) {
+      const x = own(native.make(format, [3, 133], 'cpu', 'temp'))
+      expect(native.info(x)).toEqual({ format, shape: [3, 133], device: 'cpu', bytes: size })
+    }
+  })
+
+  it('purposes are kept apart, peaks stay until they are reset', () => {
+    native.resetPeak()
+    const purposes: Purpose[] = ['param', 'grad', 'state', 'saved', 'temp', 'scratch']
+    const handles = purposes.map((purpose, i) => native.make('f32', [i + 1], 'cpu', purpose))
+    const live = Object.fromEntries(purposes.map((purpose, i) => [purpose, 4 * (i + 1)]))
+    expect(native.memory()).toMatchObject({ live: { ...live, total: 84 }, peak: { ...live, total: 84 }, tensors: 6 })
+    native.retag(handles[4] as number, 'saved')
+    expect(native.memory().live).toMatchObject({ saved: 16 + 20, temp: 0, total: 84 })
+    expect(native.memory().peak).toMatchObject({ saved: 36, temp: 20, total: 84 })
+    for (const handle of handles.slice(1)) native.free(handle)
+    expect(native.memory().live).toMatchObject({ param: 4, saved: 0, total: 4 })
+    expect(native.memory().peak.total).toBe(84)
+    native.resetPeak()
+    expect(native.memory().peak).toEqual(native.memory().live)
+    native.free(handles[0] as number)
+  })
+
+  it('the peak of a call holds its outputs', () => {
+    const x = tensor('f32', [10, 10], new Float32Array(100))
+    native.resetPeak()
+    native.free(native.convert(x, null, 'bf16'))
+    expect(native.memory().peak.total - native.memory().live.total).toBe(200)
+  })
+
+  it('a tensor that does not fit is refused in words, and work goes on', () => {
+    const before = native.memory()
+    expect(() => native.make('f32', [1e7, 1e7], 'cpu', 'temp')).toThrow(
+      /^make: out of memory on cpu: requested 400000000000000 bytes, 0 bytes held by 0 tensors$/,
+    )
+    expect(native.memory()).toEqual(before)
+    expect(native.info(tensor('f32', [3], [1, 2, 3])).bytes).toBe(12)
+  })
+
+  it('a thousand rounds of ops leave live bytes and tensors as they were', () => {
+    const x = tensor(
+      'f32',
+      [33, 64],
+      Float32Array.from({ length: 33 * 64 }, (_, i) => Math.sin(i)),
+    )
+    const w = tensor('f32', [64], new Float32Array(64).fill(1))
+    const before = native.memory()
+    for (let i = 0; i < 1000; i++) {
+      const [y, rstd] = native.rmsnorm_forward(x, w, null, 'e4m3/t', 1e-5)
+      const [dx, dw] = native.rmsnorm_backward(x, x, w, rstd, 'bf16', 'f32')
+      const product = native.matmul_nt(y, y, null, 'e4m3/g16')
+      for (const handle of [y, rstd, dx, dw, product]) native.free(handle)
+      expect(() => native.matmul_nt(x, w, null, 'f32')).toThrow(CoatError)
+    }
+    const after = native.memory()
+    expect([after.live, after.tensors]).toEqual([before.live, before.tensors])
+  })
+})
+
+describe('handles', () => {
+  it('a slot used again does not answer to its old handle', () => {
+    const stale: number[] = []
+    for (let i = 0; i < 100; i++) {
+      const x = native.make('f32', [1], 'cpu', 'temp')
+      native.free(x)
+      stale.push(x)
+    }
+    const fresh = own(native.make('f32', [1], 'cpu', 'temp'))
+    expect(new Set(stale).size).toBe(100)
+    expect(stale).not.toContain(fresh)
+    for (const x of stale) expect(() => native.info(x)).toThrow(/was freed/)
+  })
+
+  it('versions go up with what changes a tensor, and with nothing else', () => {
+    const [y, x] = [tensor('f32', [4], [1, 2, 3, 4]), tensor('f32', [4], [1, 1, 1, 1])]
+    const version = native.version(y)
+    native.add_into(y, x)
+    own(native.amax(own(native.convert(y, null, 'bf16'))))
+    expect(native.version(y)).toBe(version + 1)
+    native.write(y, new Float32Array(4))
+    expect(native.version(y)).toBe(version + 2)
+    const before = native.version(x)
+    native.adamw(
+      [y],
+      null,
+      [x],
+      [tensor('f32', [4], [0, 0, 0, 0])],
+      [tensor('f32', [4], [0, 0, 0, 0])],
+      null,
+      0,
+      0,
+      1,
+      0,
+      1,
+      1,
+      0,
+      1,
+      1,
+    )
+    expect([native.version(y), native.version(x)]).toEqual([version + 3, before])
+  })
+
+  it('views are written exactly, bytes come back as they are', async () => {
+    const bytes = Uint8Array.from({ length: 64 }, (_, i) => i)
+    const x = own(native.make('f32', [2], 'cpu', 'temp'))
+    native.write(x, bytes.subarray(3, 11))
+    expect([...(await bytesOf(x))]).toEqual([3, 4, 5, 6, 7, 8, 9, 10])
+    native.write(x, new Float32Array(bytes.buffer, 16, 2))
+    expect([...(await bytesOf(x))]).toEqual([16, 17, 18, 19, 20, 21, 22, 23])
+  })
+
+  it('padding between codes and scales is zero, whatever lay there before', async () => {
+    const used = native.make('f32', [4], 'cpu', 'temp')
+    native.write(used, new Uint8Array(16).fill(0x5a))
+    native.free(used)
+    const x = own(native.convert(tensor('f32', [5], [1, 2, 3, 4, 5]), null, 'e4m3/t'))
+    expect([...(await bytesOf(x)).subarray(5, 16)]).toEqual(new Array(11).fill(0))
+  })
+
+  it('bytes in shared memory are refused', () => {
+    const x = tensor('f32', [2], [1, 2])
+    const shared = new Float32Array(new SharedArrayBuffer(8))
+    expect(() => native.write(x, shared)).toThrow('write: bytes must not lie in shared memory')
+  })
+
+  it('a handle is a whole number', () => {
+    const x = tensor('f32', [2], [1, 2])
+    expect(() => native.info(x + 0.5)).toThrow(/which is no tensor handle/)
+  })
+
+  it('a read holds the values of its moment', async () => {
+    const x = tensor('f32', [2], [1, 2])
+    const reading = native.read(x)
+    native.write(x, Float32Array.of(5, 6))
+    expect([...new Float32Array(await reading)]).toEqual([1, 2])
+    expect(await read(x)).toEqual([5, 6])
+  })
+})
+
+describe('worker threads', () => {
+  // workers load the addon alone: they know no TypeScript
+  const addon = createRequire(import.meta.url)('node-gyp-build').path(fileURLToPath(new URL('..', import.meta.url)))
+  const start = (body: string) =>
+    new Worker(
+      `const native = require(${JSON.stringify(addon)}); const { parentPort } = require('node:worker_threads'); ${body}`,
+      { eval: true },
+    )
+
+  it('have handles and accounts of their own, and end with tensors alive', async () => {
+    const mine = tensor('f32', [3], [1, 2, 3])
+    const before = native.memory()
+    const results = await Promise.all(
+      [0, 1, 2, 3].map(async (i) => {
+        const worker = start(`
+          const x = native.random_normal('f32', 300, 301, 0, 1, ${i % 2})
+          let foreign = ''
+          try { native.info(${mine} + 2 ** 30) } catch (error) { foreign = error.message }
+          let sum = 0
+          for (let i = 0; i < 20; i++) { const y = native.matmul_nt(x, x, null, 'f32'); native.amax(y); native.free(y) }
+          native.read(native.amax(x)).then((bytes) => parentPort.postMessage({ amax: new Float32Array(bytes)[0], foreign, memory: native.memory() }))`)
+        const [message] = await once(worker, 'message')
+        await once(worker, 'exit')
+        return message
+      }),
+    )
+    for (const { memory, foreign } of results) {
+      expect(memory.tensors).toBe(22)
+      expect(memory.live.total).toBe(300 * 301 * 4 + 21 * 4)
+      expect(foreign).toMatch(/is no tensor handle of this thread/)
+    }
+    expect(results[0].amax).toBe(results[2].amax)
+    expect(results[0].amax).not.toBe(results[1].amax)
+    expect([native.memory().live, native.memory().tensors]).toEqual([before.live, before.tensors])
+    expect(await read(mine)).toEqual([1, 2, 3])
+  })
+
+  it('may be terminated in the middle of their work', async () => {
+    const mine = tensor('f32', [3], [1, 2, 3])
+    for (let round = 0; round < 5; round++) {
+      const worker = start(`
+        const x = native.random_normal('bf16', 400, 400, 0, 1, 1)
+        parentPort.postMessage('ready')
+        for (;;) native.free(native.matmul_nt(x, x, null, 'bf16'))`)
+      await once(worker, 'message')
+      await worker.terminate()
+      const y = own(native.random_normal('f32', 200, 200, 0, 1, 1))
+      expect(native.info(own(native.matmul_nt(y, y, null, 'f32'))).shape).toEqual([200, 200])
+    }
+    expect(await read(mine)).toEqual([1, 2, 3])
+  })
+})

@@ -1,0 +1,62 @@
+// convert: every format to every other, given and measured scales, transposes with equal codes.
+import { describe, expect, it } from 'vitest'
+import { native } from '../../lib/native.ts'
+import { bytesOf, checkOp, own, read, sizes, stored, tensor } from '../harness.ts'
+import { matrix, Random } from '../values.ts'
+
+// expansion takes two logarithms near 2^±20, each off by a few units of FP32
+const slack = 1e-5
+
+describe('convert', () => {
+  checkOp('convert', { sizes, slack, reference: ({ x, M, N }) => ({ y: matrix(M, N, (m, n) => x(m, n)) }) })
+  checkOp('convert_transposed', { sizes, slack, reference: ({ x, M, N }) => ({ y: matrix(N, M, (n, m) => x(m, n)) }) })
+
+  const random = new Random(1)
+  const numbers = Array.from({ length: 65 * 70 }, () => random.typical())
+
+  it.each(['f32', 'bf16', 'e4m3/t', 'e5m2/t'] as const)(
+    'convert_transposed to %s gives the codes of convert',
+    async (y) => {
+      for (const x of ['f32', 'bf16', 'e4m3/t', 'e5m2/t'] as const) {
+        const source = tensor(x, [65, 70], numbers)
+        const straight = await bytesOf(own(native.convert(source, null, y)))
+        const across = await bytesOf(own(native.convert_transposed(source, null, y)))
+        const width = (straight.length - (y.includes('/') ? 4 : 0)) / numbers.length
+        const size = Math.floor(width)
+        for (let m = 0; m < 65; m++)
+          for (let n = 0; n < 70; n++)
+            for (let byte = 0; byte < size; byte++)
+              if (straight[(m * 70 + n) * size + byte] !== across[(n * 65 + m) * size + byte])
+                throw new Error(`${x} ${m} ${n}`)
+        expect(across.subarray(numbers.length * size)).toEqual(straight.subarray(numbers.length * size))
+      }
+    },
+  )
+
+  it('convert to the own format keeps every byte', async () => {
+    for (const format of ['bf16', 'e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128'] as const) {
+      const x = tensor(format, [65, 70], numbers)
+      expect(await bytesOf(own(native.convert(x, null, format)))).toEqual(await bytesOf(x))
+    }
+  })
+
+  it('what was decoded converts back to the same codes under its scale', async () => {
+    for (const format of ['e4m3/t', 'e5m2/t'] as const) {
+      const x = tensor(format, [65, 70], numbers)
+      const plain = own(native.convert(x, null, 'f32'))
+      expect(await bytesOf(own(native.convert(plain, own(native.scale_of(x)), format)))).toEqual(await bytesOf(x))
+    }
+  })
+
+  it('a given scale is kept and values beyond it saturate', async () => {
+    const y = own(native.convert(tensor('f32', [3], [1, 1000, -1000]), tensor('f32', [1], [0.5]), 'e4m3/t'))
+    expect((await stored(y)).blocks[0]?.scale).toBe(0.5)
+    expect(await read(y)).toEqual([1, 224, -224])
+  })
+
+  it.each([0, -1, Number.NaN, Number.POSITIVE_INFINITY])('scale %s is refused', (scale) => {
+    expect(() => native.convert(tensor('f32', [1], [1]), tensor('f32', [1], [scale]), 'e4m3/t')).toThrow(
+      /^convert: scale is \S+ and must be a positive finite number$/,
+    )
+  })
+})

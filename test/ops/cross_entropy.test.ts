@@ -1,0 +1,117 @@
+// cross_entropy against float64: odd vocabularies, ignored rows, huge logits.
+import { describe, expect, it } from 'vitest'
+import { native } from '../../lib/native.ts'
+import { checkGradient, checkOp, own, read, tensor } from '../harness.ts'
+import { type Given, largest, matrix, sum, vector } from '../values.ts'
+
+function forward({ logits, targets, ignore, weight, M, V }: Given) {
+  const top = vector(M, (m) => largest(V, (v) => logits(m, v)))
+  const rest = vector(M, (m) => Math.log(sum(V, (v) => Math.exp(logits(m, v) - top(m)))))
+  const loss = (f: (m: number) => number) => vector(1, () => weight * sum(M, (m) => (targets(m) === ignore ? 0 : f(m))))
+  return {
+    lse: vector(M, (m) => top(m) + rest(m)),
+    '|lse|': vector(M, (m) => Math.abs(top(m)) + rest(m)),
+    loss: loss((m) => top(m) + rest(m) - logits(m, targets(m))),
+    '|loss|': loss((m) => Math.abs(top(m)) + rest(m) + Math.abs(logits(m, targets(m)))),
+  }
+}
+
+function backward({ dloss, logits, targets, lse, ignore, weight, M, V }: Given) {
+  const each = (f: (p: number, distance: number, hit: number) => number) =>
+    matrix(M, V, (m, v) => {
+      const distance = logits(m, v) - lse(m)
+      return targets(m) === ignore ? 0 : f(Math.exp(distance), Math.abs(distance), targets(m) === v ? 1 : 0)
+    })
+  const factor = dloss(0) * weight
+  return {
+    dx: each((p, _, hit) => factor * (p - hit)),
+    '|dx|': each((p, distance, hit) => Math.abs(factor) * (p * (1 + distance) + hit + 1e-30)),
+  }
+}
+
+describe('cross_entropy', () => {
+  const sizes = [
+    { M: 0, V: 5 },
+    { M: 1, V: 1 },
+    { M: 3, V: 17 },
+    { M: 33, V: 129 },
+    { M: 5, V: 1021 },
+    { M: 129, V: 257 },
+  ]
+  const numbers = { ignore: -100, weight: 0.25 }
+  const targets = (random: { integer(below: number): number }, { V }: { V: number }, i: number) =>
+    i % 5 === 3 ? -100 : random.integer(V)
+  checkOp('cross_entropy_forward', { sizes, numbers, data: { targets }, reference: forward })
+  // lse above every logit, as it comes from forward
+  checkOp('cross_entropy_backward', {
+    sizes,
+    numbers,
+    data: { targets, lse: (random) => 3 + random.uniform(), logits: (random) => random.normal() },
+    reference: backward,
+  })
+  checkGradient('cross_entropy', {
+    numbers: { M: 1, V: 6, N: 6, ignore: -100, weight: 0.5 },
+    inputs: { logits: [1, 6], targets: [1, 1] },
+    forward: (given) => forward({ ...given, targets: vector(1, () => 2) }).loss,
+    backward: (given) => backward({ ...given, targets: vector(1, () => 2), lse: forward(given).lse }),
+    gradients: { dx: 'logits' },
+  })
+
+  const run = async (logits: number[][], targets: number[], weight = 1) => {
+    const [M, V] = [logits.length, logits[0]?.length ?? 0]
+    const x = tensor('f32', [M, V], logits.flat())
+    const t = tensor('i32', [M], targets)
+    const [loss, lse] = own(native.cross_entropy_forward(x, t, -100, weight))
+    const dx = own(native.cross_entropy_backward(tensor('f32', [1], [1]), x, t, lse, 'f32', -100, weight))
+    return { loss: (await read(loss))[0] as number, lse: await read(lse), dx: await read(dx) }
+  }
+
+  it.each([
+    [50257, 10.824905],
+    [32003, 10.373585],
+  ])('zero logits over %i words cost their logarithm', async (V, expected) => {
+    const { loss, dx } = await run([new Array(V).fill(0)], [V - 1])
+    expect(loss).toBeCloseTo(expected, 5)
+    expect((dx[0] as number) * V).toBeCloseTo(1, 5)
+  })
+
+  it('ignored rows cost nothing; when all are ignored loss and gradient are exactly 0', async () => {
+    const one = await run([[1, 2, 3]], [0])
+    const two = await run(
+      [
+        [1, 2, 3],
+        [5, 6, 9],
+      ],
+      [0, -100],
+    )
+    expect(two.loss).toBe(one.loss)
+    expect(two.dx).toEqual([...one.dx, 0, 0, 0])
+    const none = await run([[1, 2, 3]], [-100])
+    expect([none.loss, ...none.dx]).toEqual([0, 0, 0, 0])
+  })
+
+  it('huge logits neither overflow nor vanish', async () => {
+    const { loss, lse, dx } = await run(
+      [
+        [3e38, -3e38, 0],
+        [1e4, 1e4, -1e4],
+      ],
+      [0, 1],
+    )
+    expect(lse[0]).toBe(Math.fround(3e38))
+    expect(loss).toBeCloseTo(Math.log(2), 3)
+    expect(dx).toEqual([0, 0, 0, 0.5, -0.5, 0].map((x) => expect.closeTo(x, 3)))
+  })
+
+  it('a logit of -Inf is out of the running, NaN makes the loss NaN', async () => {
+    expect((await run([[Number.NEGATIVE_INFINITY, 0, 0]], [1])).loss).toBeCloseTo(Math.log(2), 6)
+    expect((await run([[0, Number.NaN, 0]], [0])).loss).toBeNaN()
+  })
+
+  it.each([-1, 3])('target %s of 3 is refused with its place', (target) => {
+    const x = tensor('f32', [2, 3], [1, 2, 3, 4, 5, 6])
+    expect(() => native.cross_entropy_forward(x, tensor('i32', [2], [-100, target]), -100, 1)).toThrow(
+      `cross_entropy_forward: targets[1] is ${target} and must be -100 (ignored) or at least 0 and less than V = 3`,
+    )
+  })
+})
