@@ -61,8 +61,8 @@ describe('layernorm', () => {
   it('rows of huge values and rows of none', async () => {
     const w = tensor('f32', [4], [1, 1, 1, 1])
     const x = tensor('f32', [1, 4], [3e30, -3e30, 3e30, -3e30])
-    const y = await read(own(native.layernorm_forward(x, w, null, null, 'f32', 1e-5)))[0])
-    expect(y.map((value) => Math.abs(value - Math.sign(value)) < 1e-6 && Math.sign(value))).toEqual([1, -1, 1, -1])
+    const y = await read(own(native.layernorm_forward(x, w, null, null, 'f32', 1e-5))[0])
+    for (const [i, value] of y.entries()) expect(Math.abs(value - (i % 2 ? -1 : 1))).toBeLessThan(1e-6)
     const none = native.layernorm_forward.bind(native, tensor('f32', [2, 0], []), tensor('f32', [0], []), null)
     expect(() => none(null, 'f32', 1e-5)).toThrow('layernorm_forward: x f32[2, 0] must have at least one column')
   })
