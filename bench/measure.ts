@@ -1,0 +1,261 @@
+// One case of an op: inputs made after the table, results checked, then timed: bytes a second, or operations a second.
+import { CoatError, type Device, Tensor } from '../lib/index.ts'
+import type { AnyFormat, Handle, NativeOps } from '../lib/native.gen.ts'
+import { native, type OpArgument } from '../lib/native.ts'
+import { showNumber, type Table } from '../lib/report.ts'
+import { makeRow, type Row } from './row.ts'
+
+export type Sizes = Readonly<Record<string, number>>
+/** Decoded values by argument, inputs as they were before the call. */
+export type Values = Readonly<Record<string, Float32Array | Int32Array>>
+
+export interface OpCase {
+  op: keyof NativeOps
+  /** Letters of the table's dims; "*" is M N, and L the length of lists, whose members share M N elements. */
+  sizes: Sizes
+  /** Format of every tensor; optional ones that are not named are absent. */
+  formats: Readonly<Record<string, AnyFormat>>
+  /** Number arguments that are no sizes. */
+  numbers?: Readonly<Record<string, number>>
+  /** Floating-point operations; without it the case is measured in bytes. */
+  flops?: (sizes: Sizes) => number
+  /** Element i of `result`, in float64 from the inputs. */
+  expect?: { result: string; value: (i: number, values: Values, sizes: Sizes) => number }
+}
+
+/** Σ term(k) over k in [0, count). */
+export function sum(count: number, term: (k: number) => number): number {
+  let total = 0
+  for (let k = 0; k < count; k++) total += term(k)
+  return total
+}
+
+// Arguments that are no numbers between -1 and 1.
+const fills: Readonly<Record<string, (u: number, sizes: Sizes) => number>> = {
+  ids: (u, { V = 1 }) => Math.floor(u * V),
+  targets: (u, { V = 1 }) => Math.floor(u * V),
+  rstd: (u) => 1 + u,
+  lse: (u) => 5 + u,
+  v: (u) => u * u,
+  clip: () => 0.5, // [factor, skip]: skip is set to 0 below
+  dloss: () => 1,
+}
+
+/** Half a unit in the last place, as a part of the value, with some room for sums. */
+const tolerances: Readonly<Record<string, number>> = { f32: 1e-4, bf16: 2 ** -7, e4m3: 2 ** -3.5, e5m2: 2 ** -2.5 }
+
+export interface OpBenchOptions {
+  device: Device
+  /** Milliseconds of measuring for one case (default 300). */
+  budget?: number
+  /** Called with every case before it runs. */
+  announce?: (name: string) => void
+}
+
+/** Checks and times cases, all on one machine in one go with the bandwidth of a plain copy. */
+export async function opBench(cases: readonly OpCase[], options: OpBenchOptions): Promise<Row[]> {
+  const copy = copyRow(options)
+  const found = [copy]
+  for (const one of cases) {
+    options.announce?.(one.op)
+    found.push(...(await measure(one, copy.median, options)))
+  }
+  return found
+}
+
+export function opTable(rows: readonly Row[]): Table {
+  const rates = rows.filter(({ metric }) => metric !== 'time')
+  return {
+    head: ['op', 'shape', 'formats', 'ms', 'median', 'p20', 'p80', 'unit', 'of copy'],
+    rows: rates.map((row) => {
+      const time = rows.find((other) => other.metric === 'time' && other.name === row.name && same(other, row))
+      return [
+        row.name,
+        Object.entries(row.shape)
+          .filter(([letter]) => letter !== 'threads')
+          .map((entry) => entry.join(''))
+          .join(' '),
+        Object.values(row.formats).join(' '),
+        time ? showNumber(time.median) : '',
+        ...[row.median, row.p20, row.p80].map(showNumber),
+        row.unit,
+        row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} %` : '',
+      ]
+    }),
+  }
+}
+
+function same(a: Row, b: Row): boolean {
+  return JSON.stringify([a.shape, a.formats]) === JSON.stringify([b.shape, b.formats])
+}
+
+function copyRow({ device, budget = 300 }: OpBenchOptions): Row {
+  const n = 2 ** 24
+  const from = new Float32Array(n).fill(1)
+  const to = new Float32Array(n)
+  const times = repeat(() => to.set(from), budget)
+  return makeRow(
+    {
+      kind: 'op',
+      name: 'copy',
+      metric: 'bandwidth',
+      unit: 'GB/s',
+      device: device.kind,
+      shape: { n, threads: 1 },
+      formats: { x: 'f32' },
+    },
+    times.map((time) => (2 * from.byteLength) / time / 1e6),
+  )
+}
+
+/** Milliseconds of every call, after three that do not count; `after` each comes what is not timed. */
+function repeat<T>(call: () => T, budget: number, after: (result: T) => void = () => {}): number[] {
+  const times: number[] = []
+  const end = performance.now() + budget
+  for (let i = -3; i < 5 || (performance.now() < end && i < 500); i++) {
+    const started = performance.now()
+    const result = call()
+    if (i >= 0) times.push(performance.now() - started)
+    after(result)
+  }
+  return times
+}
+
+async function measure(one: OpCase, copy: number, { device, budget = 300 }: OpBenchOptions): Promise<Row[]> {
+  const entry = native.table().find(({ name }) => name === one.op)
+  if (!entry) throw new CoatError(`op '${one.op}' is not in the table`, 'op', one.op)
+  const call = native[one.op] as unknown as (...values: unknown[]) => unknown
+  const inputs = new Map<string, Tensor[]>()
+  try {
+    const values: unknown[] = []
+    for (const argument of entry.arguments) values.push(...argumentOf(argument, one, device, inputs))
+    const run = () => [call(...values)].flat().filter((handle): handle is Handle => typeof handle === 'number')
+    const before: Record<string, Float32Array | Int32Array> = {}
+    for (const [name, tensors] of inputs)
+      before[name] = joined(await Promise.all(tensors.map((tensor) => tensor.read())))
+    const outputs = run().map((handle) => Tensor.own(handle).keep())
+    let bytes = 0
+    try {
+      const made = entry.arguments.filter(
+        ({ mode, name }) => mode === 'out' || (mode === 'opt_out' && one.formats[name]),
+      )
+      const results: [string, Tensor[]][] = made.map(({ name }, i) => [name, [outputs[i] as Tensor]])
+      for (const { mode, name } of entry.arguments)
+        if (mode.endsWith('inout')) results.push([name, inputs.get(name) ?? []])
+      for (const [name, tensors] of results)
+        verify(one, name, joined(await Promise.all(tensors.map((tensor) => tensor.read()))), before)
+      // what is changed in place is read and written
+      for (const tensor of [...[...inputs.values()].flat(), ...results.flatMap(([, tensors]) => tensors)])
+        bytes += tensor.bytes
+    } finally {
+      for (const output of outputs) output.dispose()
+    }
+    const times = repeat(run, budget, (handles) => handles.forEach(native.free))
+    const shared = {
+      kind: 'op',
+      name: one.op,
+      device: device.kind,
+      shape: one.sizes,
+      formats: { ...one.formats },
+    } as const
+    const work = one.flops?.(one.sizes) ?? bytes
+    const rates = times.map((time) => work / time / 1e6)
+    return [
+      makeRow({ ...shared, metric: 'time', unit: 'ms' }, times),
+      one.flops
+        ? makeRow({ ...shared, metric: 'flops', unit: 'GFLOP/s' }, rates)
+        : makeRow({ ...shared, metric: 'bandwidth', unit: 'GB/s', baseline: { name: 'copy', median: copy } }, rates),
+    ]
+  } finally {
+    for (const tensor of [...inputs.values()].flat()) tensor.dispose()
+  }
+}
+
+/** What an op's function takes for one argument of the table: a handle or a list, null, a format, a number. */
+function argumentOf(
+  { mode, name, dims, formats }: OpArgument,
+  one: OpCase,
+  device: Device,
+  inputs: Map<string, Tensor[]>,
+): unknown[] {
+  const format = one.formats[name]
+  if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.numbers?.[name] ?? one.sizes[name]]
+  if (mode === 'out' && formats.length === 1) return [] // known, so not asked for
+  if (mode === 'out' || mode === 'opt_out') return [format ?? null]
+  if (!format) return [null]
+  const list = mode.includes('list')
+  const shape = list ? [1, Math.floor(product('M N', one.sizes) / (one.sizes.L ?? 1))] : shapeOf(dims, one.sizes)
+  const tensors = Array.from({ length: list ? (one.sizes.L ?? 1) : 1 }, (_, i) =>
+    Tensor.from(valuesOf(name, shape, format, one.sizes, i + 1), shape, { format, device }).keep(),
+  )
+  inputs.set(name, tensors)
+  return [list ? tensors.map(({ handle }) => handle) : tensors[0]?.handle]
+}
+
+function valuesOf(
+  name: string,
+  shape: readonly number[],
+  format: AnyFormat,
+  sizes: Sizes,
+  seed: number,
+): Float32Array | Int32Array {
+  const n = shape.reduce((a, b) => a * b, 1)
+  const fill = fills[name] ?? ((u: number) => 2 * u - 1)
+  let state = [...name].reduce((hash, letter) => Math.imul(hash, 31) + letter.charCodeAt(0), seed) >>> 0
+  const next = () => {
+    state = (Math.imul(state, 1664525) + 1013904223) >>> 0
+    return fill(state / 2 ** 32, sizes)
+  }
+  const values = format === 'i32' ? Int32Array.from({ length: n }, next) : Float32Array.from({ length: n }, next)
+  if (name === 'clip') values[1] = 0
+  return values
+}
+
+function shapeOf(dims: string, sizes: Sizes): number[] {
+  return (dims === '*' ? 'M N' : dims).split(' ').map((size) => product(size, sizes))
+}
+
+// A product of letters, integers and sums in parentheses: `(H+2*J)*D`.
+function product(text: string, sizes: Sizes): number {
+  const factors = text.match(/\([^)]*\)|\w+/g) ?? []
+  return factors.reduce((total, factor) => {
+    const terms = factor.startsWith('(') ? factor.slice(1, -1).split('+') : null
+    return (
+      total * (terms ? terms.reduce((all, term) => all + product(term, sizes), 0) : (sizes[factor] ?? Number(factor)))
+    )
+  }, 1)
+}
+
+function joined(parts: readonly (Float32Array | Int32Array)[]): Float32Array | Int32Array {
+  if (parts.length === 1) return parts[0] as Float32Array
+  const all = new Float32Array(parts.reduce((total, { length }) => total + length, 0))
+  let place = 0
+  for (const part of parts) {
+    all.set(part, place)
+    place += part.length
+  }
+  return all
+}
+
+/** All values are finite, and some places hold what the case expects. */
+function verify(
+  { op, sizes, formats, expect }: OpCase,
+  name: string,
+  values: Float32Array | Int32Array,
+  inputs: Values,
+): void {
+  const fail = (i: number, rule: string): never => {
+    throw new CoatError(`${op}: ${name}[${i}] is ${values[i]} and must be ${rule}`, 'verify', op, name)
+  }
+  for (let i = 0; i < values.length; i++) if (!Number.isFinite(values[i])) fail(i, 'finite')
+  if (expect?.result !== name) return
+  const tolerance = tolerances[formats[name]?.split('/')[0] ?? ''] ?? 0
+  const places = Math.min(16, values.length)
+  const size = Math.sqrt(sum(values.length, (i) => (values[i] as number) ** 2) / values.length)
+  for (let place = 0; place < places; place++) {
+    const i = Math.floor(((place + 0.5) * values.length) / places)
+    const wanted = expect.value(i, inputs, sizes)
+    if (!(Math.abs((values[i] as number) - wanted) <= tolerance * Math.max(Math.abs(wanted), size)))
+      fail(i, `about ${wanted}`)
+  }
+}

@@ -1,0 +1,244 @@
+// Every op of the table as cases to check and time, by the names of the table.
+import { CoatError } from '../lib/index.ts'
+import type { AnyFormat } from '../lib/native.gen.ts'
+import { type OpCase, type Sizes, sum, type Values } from './measure.ts'
+
+const rows = { M: 4096, N: 1024 }
+const attention = { B: 8, T: 256, H: 6, J: 6, D: 64 }
+const adamwNumbers = {
+  lr: 1e-3,
+  beta1: 0.9,
+  gain1: 0.1,
+  beta2: 0.95,
+  gain2: 0.05,
+  eps: 1e-8,
+  weight_decay: 0.1,
+  correct1: 0.1,
+  correct2: 0.22,
+}
+
+const at = (values: Values, name: string, i: number) => values[name]?.[i] as number
+const silu = (x: number) => x / (1 + Math.exp(-x))
+
+const convert = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'convert',
+  sizes: rows,
+  formats: { x, y },
+  expect: { result: 'y', value: (i, values) => at(values, 'x', i) },
+})
+
+const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'convert_transposed',
+  sizes: rows,
+  formats: { x, y },
+  expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => at(values, 'x', (i % M) * N + Math.floor(i / M)) },
+})
+
+const matmul = (
+  op: 'matmul_nt' | 'matmul_nn' | 'matmul_tn',
+  sizes: Sizes,
+  a: AnyFormat,
+  b: AnyFormat,
+  y: AnyFormat,
+): OpCase => ({
+  op,
+  sizes,
+  formats: { a, b, y },
+  flops: ({ M = 1, N = 1, K = 1 }) => 2 * M * N * K,
+  expect: {
+    result: 'y',
+    value: (i, values, { M = 1, N = 1, K = 1 }) => {
+      const m = Math.floor(i / N)
+      const n = i % N
+      return sum(
+        K,
+        (k) =>
+          at(values, 'a', op === 'matmul_tn' ? k * M + m : m * K + k) *
+          at(values, 'b', op === 'matmul_nt' ? n * K + k : k * N + n),
+      )
+    },
+  },
+})
+
+const rmsnorm = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'rmsnorm_forward',
+  sizes: rows,
+  formats: { x, w: 'f32', y, rstd: 'f32' },
+  numbers: { eps: 1e-6 },
+  expect: {
+    result: 'y',
+    value: (i, values, { N = 1 }) => {
+      const start = i - (i % N)
+      const mean = sum(N, (k) => at(values, 'x', start + k) ** 2) / N
+      return (at(values, 'x', i) / Math.sqrt(mean + 1e-6)) * at(values, 'w', i % N)
+    },
+  },
+})
+
+const swiglu = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'swiglu_forward',
+  sizes: { M: 4096, F: 512 },
+  formats: { x, y },
+  expect: {
+    result: 'y',
+    value: (i, values, { F = 1 }) => {
+      const gate = Math.floor(i / F) * 2 * F + (i % F)
+      return silu(at(values, 'x', gate)) * at(values, 'x', gate + F)
+    },
+  },
+})
+
+const adamw = (state: AnyFormat, formats: OpCase['formats']): OpCase => ({
+  op: 'adamw',
+  sizes: { L: 4, ...rows },
+  formats: { ...formats, m: state, v: state, clip: 'f32' },
+  numbers: adamwNumbers,
+})
+
+export const opCases: readonly OpCase[] = [
+  convert('bf16', 'e4m3/t'),
+  convert('bf16', 'e5m2/t'),
+  convert('bf16', 'e4m3/g16'),
+  convert('e4m3/g16', 'bf16'),
+  convert('f32', 'bf16'),
+  convert('f32', 'e4m3/x128'),
+  convertTransposed('bf16', 'bf16'),
+  convertTransposed('f32', 'e4m3/t'),
+  convertTransposed('e5m2/t', 'e5m2/t'),
+  {
+    op: 'amax',
+    sizes: rows,
+    formats: { x: 'bf16', y: 'f32' },
+    expect: {
+      result: 'y',
+      value: (_, { x = [] }) => Array.from(x).reduce((most, v) => Math.max(most, Math.abs(v)), 0),
+    },
+  },
+  { op: 'scale_of', sizes: rows, formats: { x: 'e4m3/t', y: 'f32' } },
+  {
+    op: 'add',
+    sizes: rows,
+    formats: { a: 'bf16', b: 'bf16', y: 'bf16', twin: 'e4m3/g16' },
+    expect: { result: 'twin', value: (i, values) => at(values, 'a', i) + at(values, 'b', i) },
+  },
+  {
+    op: 'add_into',
+    sizes: rows,
+    formats: { y: 'bf16', x: 'bf16' },
+    expect: { result: 'y', value: (i, values) => at(values, 'y', i) + at(values, 'x', i) },
+  },
+  {
+    op: 'column_sum',
+    sizes: rows,
+    formats: { x: 'bf16', y: 'f32' },
+    expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => sum(M, (m) => at(values, 'x', m * N + i)) },
+  },
+  rmsnorm('bf16', 'bf16'),
+  rmsnorm('e4m3/g16', 'e4m3/t'),
+  {
+    op: 'rmsnorm_backward',
+    sizes: rows,
+    formats: { dy: 'bf16', x: 'bf16', w: 'f32', rstd: 'f32', dx: 'bf16', dw: 'bf16' },
+  },
+  {
+    op: 'rmsnorm_backward',
+    sizes: rows,
+    formats: { dy: 'bf16', x: 'e4m3/g16', w: 'f32', rstd: 'f32', dx: 'bf16', dw: 'bf16' },
+  },
+  {
+    op: 'layernorm_forward',
+    sizes: rows,
+    formats: { x: 'e4m3/g16', w: 'f32', b: 'f32', y: 'e4m3/t', mean: 'f32', rstd: 'f32' },
+    numbers: { eps: 1e-5 },
+  },
+  {
+    op: 'layernorm_backward',
+    sizes: rows,
+    formats: { dy: 'bf16', x: 'e4m3/g16', w: 'f32', mean: 'f32', rstd: 'f32', dx: 'bf16', dw: 'bf16', db: 'bf16' },
+  },
+  swiglu('bf16', 'bf16'),
+  swiglu('e4m3/g16', 'e4m3/t'),
+  { op: 'swiglu_backward', sizes: { M: 4096, F: 512 }, formats: { dy: 'bf16', x: 'bf16', dx: 'bf16' } },
+  { op: 'swiglu_backward', sizes: { M: 4096, F: 512 }, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'e5m2/t' } },
+  { op: 'gelu_forward', sizes: rows, formats: { x: 'e4m3/g16', y: 'e4m3/t' } },
+  { op: 'gelu_backward', sizes: rows, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'bf16' } },
+  { op: 'rope', sizes: attention, formats: { qkv: 'bf16', table: 'f32' }, numbers: { direction: 1 } },
+  {
+    op: 'attention_forward',
+    sizes: attention,
+    formats: { qkv: 'bf16', out: 'bf16', lse: 'f32' },
+    numbers: { causal: 1, scale: 0.125 },
+    // two products with half of a [T, T] matrix
+    flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 2 * B * H * T * T * D,
+  },
+  {
+    op: 'attention_backward',
+    sizes: attention,
+    formats: { dout: 'bf16', qkv: 'bf16', out: 'bf16', lse: 'f32', dqkv: 'bf16' },
+    numbers: { causal: 1, scale: 0.125 },
+    // five of them
+    flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 5 * B * H * T * T * D,
+  },
+  {
+    op: 'embedding_forward',
+    sizes: { ...rows, V: 4096 },
+    formats: { ids: 'i32', w: 'bf16', y: 'bf16' },
+    expect: {
+      result: 'y',
+      value: (i, values, { N = 1 }) => at(values, 'w', at(values, 'ids', Math.floor(i / N)) * N + (i % N)),
+    },
+  },
+  { op: 'embedding_backward', sizes: { ...rows, V: 4096 }, formats: { ids: 'i32', dy: 'bf16', dw: 'bf16' } },
+  {
+    op: 'cross_entropy_forward',
+    sizes: { M: 4096, V: 1024 },
+    formats: { logits: 'bf16', targets: 'i32', loss: 'f32', lse: 'f32' },
+    numbers: { ignore: -100, weight: 1 / 4096 },
+    expect: {
+      result: 'lse',
+      value: (i, values, { V = 1 }) => Math.log(sum(V, (k) => Math.exp(at(values, 'logits', i * V + k)))),
+    },
+  },
+  {
+    op: 'cross_entropy_backward',
+    sizes: { M: 4096, V: 1024 },
+    formats: { dloss: 'f32', logits: 'bf16', targets: 'i32', lse: 'f32', dx: 'bf16' },
+    numbers: { ignore: -100, weight: 1 / 4096 },
+  },
+  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'f32', 'f32', 'f32'),
+  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'bf16', 'bf16', 'bf16'),
+  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'e4m3/t', 'e4m3/t', 'bf16'),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'bf16', 'bf16', 'bf16'),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e4m3/t', 'e4m3/t', 'bf16'),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e5m2/t', 'e4m3/t', 'bf16'),
+  matmul('matmul_nn', { M: 2048, N: 128, K: 384 }, 'bf16', 'bf16', 'bf16'),
+  matmul('matmul_nn', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
+  matmul('matmul_tn', { M: 384, N: 128, K: 2048 }, 'bf16', 'bf16', 'bf16'),
+  matmul('matmul_tn', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
+  adamw('f32', { p: 'bf16', master: 'f32', g: 'bf16' }),
+  adamw('e4m3/g128', { p: 'f32', g: 'bf16' }),
+  adamw('e4m3/x128', { p: 'f32', g: 'bf16' }),
+  {
+    op: 'grad_norm',
+    sizes: { L: 4, ...rows },
+    formats: { g: 'bf16', norm: 'f32', norms: 'f32', clip: 'f32' },
+    numbers: { max_norm: 1 },
+    expect: { result: 'norm', value: (_, { g = [] }) => Math.sqrt(sum(g.length, (k) => (g[k] as number) ** 2)) },
+  },
+  { op: 'random_normal', sizes: rows, formats: { y: 'f32' }, numbers: { mean: 0, std: 1, seed: 1 } },
+  { op: 'random_uniform', sizes: rows, formats: { y: 'f32' }, numbers: { low: -1, high: 1, seed: 1 } },
+]
+
+/** Cases whose op has `filter` in its name. */
+export function casesLike(filter: string): OpCase[] {
+  const picked = opCases.filter(({ op }) => op.includes(filter))
+  if (picked.length === 0)
+    throw new CoatError(
+      `no op has '${filter}' in its name; the ops are ${[...new Set(opCases.map(({ op }) => op))].join(', ')}`,
+      'value',
+      'ops',
+      'filter',
+    )
+  return picked
+}

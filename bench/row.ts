@@ -1,0 +1,198 @@
+// One measurement as a row: its type, how it is made, written, read again and shown.
+import { execFileSync } from 'node:child_process'
+import { appendFileSync } from 'node:fs'
+import { CoatError } from '../lib/index.ts'
+import { native } from '../lib/native.ts'
+import { claim, markdownTable, peakOf, purposes, type Run, showBytes, showNumber, writeWhole } from '../lib/report.ts'
+
+const kinds = ['op', 'step', 'memory', 'train'] as const
+const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'loss'] as const
+
+export interface Row {
+  schema: 1
+  kind: (typeof kinds)[number]
+  /** The op, or the program and what it measured: `adamw`, `step/peak/saved`. */
+  name: string
+  recipe: string | null
+  device: 'cpu' | 'cuda'
+  gpu: string | null
+  /** Sizes by letter or word; on the CPU also `threads`. */
+  shape: Record<string, number>
+  /** Formats by argument. */
+  formats: Record<string, string>
+  metric: (typeof metrics)[number]
+  unit: string
+  median: number
+  p20: number
+  p80: number
+  /** Measurements behind the percentiles. */
+  n: number
+  baseline: { name: string; median: number } | null
+  commit: string
+  date: string
+  build: { node: string; cuda: string | null }
+}
+
+/** A row from its measurements; what is left out has its usual value. */
+export function makeRow(
+  fields: Pick<Row, 'kind' | 'name' | 'metric' | 'unit'> & Partial<Row>,
+  measured: readonly number[],
+): Row {
+  return {
+    schema: 1,
+    recipe: null,
+    device: 'cpu',
+    gpu: null,
+    formats: {},
+    median: percentile(measured, 50),
+    p20: percentile(measured, 20),
+    p80: percentile(measured, 80),
+    n: measured.length,
+    baseline: null,
+    commit: commit(),
+    date: new Date().toISOString(),
+    build: { node: process.versions.node, cuda: null },
+    ...fields,
+    shape: { ...(fields.device === 'cuda' ? {} : { threads: native.threads() }), ...fields.shape },
+  }
+}
+
+/** One quantity as a row a recipe, with bf16 as the others' baseline where it is among them. */
+export function recipeRows<Result extends { recipe: string }>(
+  results: readonly Result[],
+  fields: Parameters<typeof makeRow>[0],
+  values: (result: Result) => number[],
+): Row[] {
+  const base = results.find(({ recipe }) => recipe === 'bf16')
+  const median = base && percentile(values(base), 50)
+  return results.map((result) => {
+    const baseline = median === undefined || result === base ? null : { name: 'bf16', median }
+    return makeRow({ ...fields, recipe: result.recipe, baseline }, values(result))
+  })
+}
+
+/** Peak bytes by purpose and in all, a row each a recipe. */
+export function peakRows(results: readonly Run[], program: string, fields: Partial<Row>): Row[] {
+  return [...purposes, 'total' as const].flatMap((purpose) =>
+    recipeRows(
+      results,
+      { ...fields, kind: 'memory', name: `${program}/peak/${purpose}`, metric: 'bytes', unit: 'B' },
+      ({ steps }) => [peakOf(steps)[purpose]],
+    ),
+  )
+}
+
+/** The value below which `percent` of the values lie, between neighbours where it falls there. */
+export function percentile(values: readonly number[], percent: number): number {
+  const sorted = [...values].sort((a, b) => a - b)
+  const place = ((sorted.length - 1) * percent) / 100
+  const low = sorted[Math.floor(place)]
+  const high = sorted[Math.ceil(place)]
+  if (low === undefined || high === undefined)
+    throw new CoatError('percentile: values are empty and must be at least one', 'value', 'percentile', 'values')
+  return low + (high - low) * (place - Math.floor(place))
+}
+
+// As a dependency the package lies in somebody else's clone.
+let known = import.meta.dirname.includes('node_modules') ? '' : undefined
+
+/** The commit that is measured, or '' outside a clone. */
+function commit(): string {
+  try {
+    known ??= execFileSync('git', ['rev-parse', 'HEAD'], {
+      cwd: import.meta.dirname,
+      encoding: 'utf8',
+      stdio: ['ignore', 'pipe', 'ignore'],
+    }).trim()
+  } catch {
+    known = ''
+  }
+  return known
+}
+
+/** What is wrong with a value as a row; null: nothing. */
+export function rowProblem(value: unknown): string | null {
+  if (typeof value !== 'object' || value === null) return 'a row must be an object'
+  const row = value as Row
+  const words = (entries: unknown, type: string) =>
+    typeof entries === 'object' && entries !== null && Object.values(entries).every((entry) => typeof entry === type)
+  const holds: Record<keyof Row, boolean> = {
+    schema: row.schema === 1,
+    kind: kinds.includes(row.kind),
+    name: typeof row.name === 'string' && row.name !== '',
+    recipe: row.recipe === null || typeof row.recipe === 'string',
+    device: ['cpu', 'cuda'].includes(row.device),
+    gpu: row.gpu === null || typeof row.gpu === 'string',
+    shape: words(row.shape, 'number'),
+    formats: words(row.formats, 'string'),
+    metric: metrics.includes(row.metric),
+    unit: typeof row.unit === 'string' && row.unit !== '',
+    median: Number.isFinite(row.median),
+    p20: Number.isFinite(row.p20) && row.p20 <= row.median,
+    p80: Number.isFinite(row.p80) && row.p80 >= row.median,
+    n: Number.isSafeInteger(row.n) && row.n >= 1,
+    baseline: row.baseline === null || (typeof row.baseline?.name === 'string' && Number.isFinite(row.baseline.median)),
+    commit: /^([0-9a-f]{40})?$/.test(row.commit),
+    date: !Number.isNaN(Date.parse(row.date)),
+    build: typeof row.build?.node === 'string' && (row.build.cuda === null || typeof row.build.cuda === 'string'),
+  }
+  for (const [field, good] of Object.entries(holds))
+    if (!good) return `${field} is ${JSON.stringify(row[field as keyof Row])}`
+  const extra = Object.keys(row).find((field) => !Object.hasOwn(holds, field))
+  return extra === undefined ? null : `field '${extra}' is unknown`
+}
+
+/** Rows as a JSON array: a whole file or none. */
+export function writeRows(file: string, rows: readonly Row[]): void {
+  writeWhole(file, `[\n${rows.map((row) => JSON.stringify(row)).join(',\n')}\n]\n`)
+}
+
+/** Rows as JSON lines at the end of a file. */
+export function appendRows(file: string, rows: readonly Row[]): void {
+  claim(file)
+  appendFileSync(file, rows.map((row) => `${JSON.stringify(row)}\n`).join(''))
+}
+
+/** Rows from the text of a JSON array or of JSON lines. */
+export function parseRows(text: string): Row[] {
+  const fail = (problem: string): never => {
+    throw new CoatError(`rows: ${problem}`, 'row', 'parseRows', 'text')
+  }
+  const parts = text.trimStart().startsWith('[') ? [text] : text.split('\n').filter((line) => line.trim() !== '')
+  const rows = parts.flatMap((part): unknown[] => {
+    try {
+      return JSON.parse(part)
+    } catch (error) {
+      return fail(`not JSON (${(error as Error).message})`)
+    }
+  })
+  rows.forEach((row, i) => {
+    const problem = rowProblem(row)
+    if (problem) fail(`row ${i + 1}: ${problem}`)
+  })
+  return rows as Row[]
+}
+
+/** Rows as a Markdown table. */
+export function markdownRows(rows: readonly Row[]): string {
+  const words = (entries: Record<string, string | number>) =>
+    Object.entries(entries)
+      .map(([name, value]) => `${name} ${value}`)
+      .join(', ')
+  return markdownTable({
+    head: ['name', 'recipe or formats', 'shape', 'median', 'p20 to p80', 'of baseline'],
+    rows: rows.map((row) => [
+      row.name,
+      row.recipe ?? words(row.formats),
+      words(row.shape),
+      showValue(row, row.median),
+      `${showValue(row, row.p20)} to ${showValue(row, row.p80)}`,
+      row.baseline ? `${(row.median / row.baseline.median).toFixed(3)} × ${row.baseline.name}` : '',
+    ]),
+  })
+}
+
+function showValue({ metric, unit }: Row, value: number): string {
+  if (unit === 'B') return showBytes(value)
+  return metric === 'loss' ? `${value.toFixed(4)} ${unit}` : `${showNumber(value)} ${unit}`
+}

@@ -1,0 +1,193 @@
+// The bench: rows, a case for every op, steps, and what the command lines refuse.
+import { spawnSync } from 'node:child_process'
+import { existsSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs'
+import { tmpdir } from 'node:os'
+import { join } from 'node:path'
+import { afterAll, describe, expect, test } from 'vitest'
+import { bench } from '../bench/cli.ts'
+import { type OpCase, opBench, opTable } from '../bench/measure.ts'
+import { casesLike, opCases } from '../bench/ops.ts'
+import { appendRows, makeRow, markdownRows, parseRows, percentile, rowProblem, writeRows } from '../bench/row.ts'
+import { quickstart } from '../examples/quickstart.ts'
+import { device, memory } from '../lib/index.ts'
+import { native } from '../lib/native.ts'
+
+const folder = mkdtempSync(join(tmpdir(), 'coat-bench-'))
+afterAll(() => rmSync(folder, { recursive: true }))
+const path = (name: string) => join(folder, name)
+
+describe('rows', () => {
+  const row = makeRow({ kind: 'op', name: 'add', metric: 'time', unit: 'ms', shape: { M: 2, threads: 1 } }, [3, 1, 2])
+
+  test('hold percentiles and say where they come from', () => {
+    expect(row).toMatchObject({
+      schema: 1,
+      median: 2,
+      p20: 1.4,
+      p80: 2.6,
+      n: 3,
+      device: 'cpu',
+      gpu: null,
+      baseline: null,
+    })
+    expect(row.build).toEqual({ node: process.versions.node, cuda: null })
+    expect(rowProblem(row)).toBeNull()
+    expect(percentile([1, 2], 50)).toBe(1.5)
+    expect(() => percentile([], 50)).toThrow('at least one')
+  })
+
+  test.each([
+    ['schema', { ...row, schema: 2 }],
+    ['kind', { ...row, kind: 'other' }],
+    ['median', { ...row, median: Number.NaN }],
+    ['p20', { ...row, p20: 9 }],
+    ['shape', { ...row, shape: { M: '2' } }],
+    ['commit', { ...row, commit: 'HEAD' }],
+    ['date', { ...row, date: 'yesterday' }],
+    ['baseline', { ...row, baseline: {} }],
+    ["field 'extra'", { ...row, extra: 1 }],
+  ])('with a wrong %s are refused', (field, wrong) => {
+    expect(rowProblem(wrong)).toContain(field)
+    expect(() => parseRows(JSON.stringify(wrong))).toThrow('rows: row 1: ')
+  })
+
+  test('come back from a JSON array and from JSON lines', () => {
+    writeRows(path('rows.json'), [row, row])
+    expect(JSON.parse(readFileSync(path('rows.json'), 'utf8'))).toEqual([row, row])
+    expect(parseRows(readFileSync(path('rows.json'), 'utf8'))).toEqual([row, row])
+    appendRows(path('rows.jsonl'), [row])
+    appendRows(path('rows.jsonl'), [row])
+    expect(parseRows(readFileSync(path('rows.jsonl'), 'utf8'))).toEqual([row, row])
+  })
+
+  test('make a Markdown table', () => {
+    const other = { ...row, formats: { x: 'bf16' }, baseline: { name: 'copy', median: 4 } }
+    expect(markdownRows([other]).split('\n')[2]).toBe(
+      '| add | x bf16 | threads 1, M 2 | 2 ms | 1.4 ms to 2.6 ms | 0.500 × copy |',
+    )
+  })
+})
+
+/** The same case with sizes that take no time. */
+function small(one: OpCase): OpCase {
+  const sizes = { M: 8, N: 256, K: 64, F: 32, V: 16, B: 2, T: 8, H: 2, J: 1, D: 8, L: 4 }
+  const kept = Object.entries(sizes).filter(([letter]) => letter in one.sizes)
+  return { ...one, sizes: Object.fromEntries(kept) }
+}
+
+describe('ops', () => {
+  test('every op of the table has a case', () => {
+    const names = native.table().map(({ name }) => name)
+    expect([...new Set(opCases.map(({ op }) => op))].sort()).toEqual(names.sort())
+  })
+
+  test('all cases hold and give rows', async () => {
+    const before = memory().tensors
+    const rows = await opBench(opCases.map(small), { device: device(), budget: 0 })
+    expect(rows.map(rowProblem).filter(Boolean)).toEqual([])
+    expect(rows).toHaveLength(1 + 2 * opCases.length)
+    expect(rows.filter(({ name }) => name === 'adamw')[1]).toMatchObject({
+      metric: 'bandwidth',
+      baseline: { name: 'copy' },
+    })
+    expect(opTable(rows).rows).toHaveLength(1 + opCases.length)
+    expect(memory().tensors).toBe(before)
+  })
+
+  test('a wrong result is not timed', async () => {
+    const wrong: OpCase = {
+      op: 'add_into',
+      sizes: { M: 4, N: 4 },
+      formats: { y: 'f32', x: 'f32' },
+      expect: { result: 'y', value: () => 99 },
+    }
+    await expect(opBench([wrong], { device: device(), budget: 0 })).rejects.toMatchObject({
+      code: 'verify',
+      op: 'add_into',
+    })
+  })
+
+  test('a filter picks by name', () => {
+    expect(new Set(casesLike('attention').map(({ op }) => op))).toEqual(
+      new Set(['attention_forward', 'attention_backward']),
+    )
+    expect(() => casesLike('nothing')).toThrow(/no op has 'nothing' in its name; the ops are convert, /)
+  })
+})
+
+test('step measures recipes and writes rows', async () => {
+  const said: string[] = []
+  const sizes = ['--steps', '2', '--hidden', '32', '--layers', '1', '--batch', '2', '--sequence', '16']
+  const files = ['--json', path('step.json'), '--append', path('step.jsonl')]
+  await bench([...sizes, ...files], (text) => said.push(text))
+  const rows = parseRows(readFileSync(path('step.json'), 'utf8'))
+  expect(parseRows(readFileSync(path('step.jsonl'), 'utf8'))).toEqual(rows)
+  const of = (name: string, recipe: string) => rows.find((row) => row.name === name && row.recipe === recipe)
+  expect(of('step/tokens', 'coat')).toMatchObject({ kind: 'step', n: 2, baseline: { name: 'bf16' } })
+  expect(of('step/peak/saved', 'coat')?.median).toBeLessThan(of('step/peak/saved', 'bf16')?.median ?? 0)
+  expect(of('step/state_per_parameter', 'bf16')?.median).toBeGreaterThan(8)
+  expect(of('step/saved_per_token_and_layer', 'bf16')).toMatchObject({
+    kind: 'memory',
+    metric: 'bytes',
+    baseline: null,
+  })
+  for (const text of ['coat / bf16', 'kept for backward', 'e4m3/g16']) expect(said.join('\n')).toContain(text)
+  await bench(['table', path('step.jsonl')], (text) => said.push(text))
+  expect(said.at(-1)).toBe(markdownRows(rows))
+})
+
+test('quickstart trains, compares and leaves its files', async () => {
+  const said: string[] = []
+  const out = path('quickstart')
+  await quickstart(['--steps', '2', '--out', out, '--json', path('quickstart.json')], (text) => said.push(text))
+  const lines = readFileSync(join(out, 'metrics.jsonl'), 'utf8').trimEnd().split('\n')
+  expect(lines.map((line) => JSON.parse(line)).map(({ recipe, step }) => [recipe, step])).toEqual([
+    ['bf16', 1],
+    ['bf16', 2],
+    ['coat', 1],
+    ['coat', 2],
+  ])
+  expect(readFileSync(join(out, 'report.html'), 'utf8')).toContain('<svg')
+  const results = parseRows(readFileSync(path('quickstart.json'), 'utf8')).filter(({ metric }) => metric === 'loss')
+  expect(results.map(({ name, recipe }) => [name, recipe])).toEqual([
+    ['quickstart/validation', 'bf16'],
+    ['quickstart/validation', 'coat'],
+  ])
+  for (const text of ['validation loss', 'peak saved', 'The people of the United States ', 'report.html'])
+    expect(said.join('\n')).toContain(text)
+})
+
+describe('command lines refuse', () => {
+  writeFileSync(path('plain'), '')
+  const bad: [string, string[], RegExp][] = [
+    [
+      'bench/cli.js',
+      ['step', '--steps', '0'],
+      /^error: option '--steps <n>' argument '0' is invalid. It must be an integer/,
+    ],
+    [
+      'bench/cli.js',
+      ['step', '--recipe', 'bf16,best'],
+      /^error: .*'best' is unknown; the recipes are fp32, bf16, coat/,
+    ],
+    ['bench/cli.js', ['step', '--hidden', '20'], /^error: hidden is 20 and must be a multiple of 16/],
+    ['bench/cli.js', ['ops', '--filter', 'nothing'], /^error: no op has 'nothing' in its name/],
+    ['bench/cli.js', ['ops', '--device', 'tpu'], /^error: device is 'tpu' and must be/],
+    ['bench/cli.js', ['table', join(import.meta.dirname, '../biome.json')], /^error: rows: not JSON/],
+    ['bench/cli.js', ['table', path('absent')], /^error: ENOENT: no such file/],
+    ['bench/cli.js', ['--fast'], /^error: unknown option '--fast'/],
+    ['bench/cli.js', ['ops', '--json', path('plain/rows.json')], /^error: .*plain\/rows.json cannot be written/],
+    ['examples/quickstart.js', ['--steps', '1.5'], /^error: option '--steps <n>' argument '1.5' is invalid/],
+    ['examples/quickstart.js', ['--recipe', ''], /^error: option '--recipe <names>' argument '' is invalid/],
+    ['examples/quickstart.js', ['more'], /^error: too many arguments/],
+  ]
+  test.concurrent.each(bad)('%s %j', (file, args, message) => {
+    const out = file.includes('quickstart') ? ['--out', path('refused')] : []
+    const program = join(import.meta.dirname, '../dist', file)
+    const { status, stderr } = spawnSync(process.execPath, [program, ...args, ...out], { encoding: 'utf8' })
+    expect(stderr).toMatch(message)
+    expect(stderr).not.toMatch(/^ {4}at /m)
+    expect(status).toBe(1)
+    expect(existsSync(path('refused'))).toBe(false)
+  })
+})
