@@ -32,9 +32,9 @@ import {
 
 const config = {
   vocab_size: 256,
-  hidden_size: 96,
-  intermediate_size: 256,
-  num_hidden_layers: 4,
+  hidden_size: 128,
+  intermediate_size: 344,
+  num_hidden_layers: 2,
   num_attention_heads: 4,
   max_position_embeddings: 256,
   tie_word_embeddings: true,
@@ -81,7 +81,7 @@ async function train(
     data,
     batch,
     steps,
-    optimizer: adamw({ lr: 4e-3, betas: [0.9, 0.95], weightDecay: 0.1 }),
+    optimizer: adamw({ lr: 2e-3, betas: [0.9, 0.95], weightDecay: 0.1 }),
     schedule: cosine({ warmup: Math.min(20, steps) }),
     clip: 1,
   })
@@ -94,7 +94,7 @@ async function train(
       progress.update(step)
     }
   }
-  const validation = await trainer.validate(64)
+  const validation = await trainer.validate(128)
   const { tokenizer } = data
   const ids = sampled ? await model.generate([...tokenizer.encode(prompt)], 160, { temperature: 0.8, seed }) : []
   return {
