@@ -1,13 +1,14 @@
 #!/usr/bin/env node
 // npx coat-bench: rows about ops and about training steps; without a command, bf16 against coat in a minute.
 import { readFileSync } from 'node:fs'
+import { dirname, join } from 'node:path'
 import { Command } from 'commander'
 import { type Device, device, type RecipeName } from '../lib/index.ts'
-import { claim, textTable } from '../lib/report.ts'
+import { claim, textTable, writeWhole } from '../lib/report.ts'
 import { opBench, opTable } from './measure.ts'
 import { casesLike } from './ops.ts'
 import { count, recipeNames, start } from './options.ts'
-import { appendRows, markdownRows, parseRows, type Row, writeRows } from './row.ts'
+import { appendRows, fillSections, markdownRows, parseRows, type Row, writeRows } from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
 
 /** Runs one command; `print` takes what it has to say. */
@@ -62,6 +63,15 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     .description('rows of a file as a Markdown table')
     .argument('<file>', 'a JSON array or JSON lines')
     .action((file: string) => print(markdownRows(parseRows(readFileSync(file, 'utf8')))))
+
+  program
+    .command('fill')
+    .description('fills the sections of a Markdown file that show rows')
+    .argument('<file>', 'the Markdown file, beside which the files with rows lie')
+    .action((file: string) => {
+      const read = (name: string) => readFileSync(join(dirname(file), name), 'utf8')
+      writeWhole(file, fillSections(readFileSync(file, 'utf8'), read))
+    })
 
   await program.parseAsync(args, { from: 'user' })
 }

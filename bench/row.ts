@@ -192,6 +192,16 @@ export function markdownRows(rows: readonly Row[]): string {
   })
 }
 
+const section = /(<!-- rows (\S+)(?: (\S+))? -->\n)[^]*?(<!-- end -->)/g
+
+/** A Markdown text with its sections `<!-- rows FILE [NAME] -->` … `<!-- end -->` filled from the rows of those files. */
+export function fillSections(markdown: string, read: (file: string) => string): string {
+  return markdown.replace(section, (_, start: string, file: string, name: string | undefined, end: string) => {
+    const rows = parseRows(read(file)).filter((row) => name === undefined || row.name.startsWith(name))
+    return `${start}${markdownRows(rows)}\n${end}`
+  })
+}
+
 function showValue({ metric, unit }: Row, value: number): string {
   if (unit === 'B') return showBytes(value)
   return metric === 'loss' ? `${value.toFixed(4)} ${unit}` : `${showNumber(value)} ${unit}`

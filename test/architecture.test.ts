@@ -2,6 +2,7 @@
 import { existsSync, readdirSync, readFileSync } from 'node:fs'
 import { basename, dirname, join, relative, resolve } from 'node:path'
 import { describe, expect, it } from 'vitest'
+import { fillSections } from '../bench/row.ts'
 import { native } from '../lib/native.ts'
 
 const root = resolve(import.meta.dirname, '..')
@@ -102,6 +103,10 @@ describe('pairs', () => {
       expect(bench, `bench/ops.ts has no case for ${name}`).toMatch(new RegExp(`\\b${name}\\b`))
       expect(text(`test/ops/${family}.test.ts`), `no test of ${name}`).toMatch(new RegExp(`\\b${name}\\b`))
     }
+  })
+  it('the measured tables of README.md are those of the rows', () => {
+    expect(text('README.md')).toBe(fillSections(text('README.md'), text))
+    expect(text('README.md')).toMatch(/<!-- rows bench\/results\/quickstart\.jsonl/)
   })
   it('native.gen.ts is what ops.def says', () => {
     expect(text('lib/native.gen.ts')).toBe(native.describe())
