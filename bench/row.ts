@@ -192,7 +192,7 @@ export function markdownRows(rows: readonly Row[]): string {
   })
 }
 
-const section = /(<!-- rows (\S+)(?: (\S+))? -->\n)[^]*?(<!-- end -->)/g
+const section = /(<!-- rows (\S+)(?: (\S+))? -->\n)[\s\S]*?(<!-- end -->)/g
 
 /** A Markdown text with its sections `<!-- rows FILE [NAME] -->` … `<!-- end -->` filled from the rows of those files. */
 export function fillSections(markdown: string, read: (file: string) => string): string {
