@@ -173,33 +173,55 @@ export function parseRows(text: string): Row[] {
   return rows as Row[]
 }
 
-/** Rows as a Markdown table. */
+/** Rows as a Markdown table: one column a recipe where all rows have one, else one line a row. */
 export function markdownRows(rows: readonly Row[]): string {
+  const names = [...new Set(rows.map(({ name }) => name))]
+  const by = [...new Set(rows.map(({ recipe }) => recipe))]
+  const cells = names.map((name) =>
+    by.map((recipe) => rows.filter((row) => row.name === name && row.recipe === recipe)),
+  )
+  if (by.includes(null) || cells.flat().some((found) => found.length !== 1)) return lines(rows)
+  const last = by.at(-1) as string
+  const ratio = (found: Row | undefined) => (found?.baseline ? (found.median / found.baseline.median).toFixed(3) : '')
+  return markdownTable({
+    head: ['', ...(by as string[]), `${last} / ${rows.find(({ baseline }) => baseline)?.baseline?.name ?? ''}`],
+    rows: cells.map((found, i) => [
+      names[i] as string,
+      ...found.flat().map((row) => showValue(row, row.median)),
+      ratio(found.at(-1)?.[0]),
+    ]),
+  })
+}
+
+function lines(rows: readonly Row[]): string {
   const words = (entries: Record<string, string | number>) =>
     Object.entries(entries)
       .map(([name, value]) => `${name} ${value}`)
       .join(', ')
   return markdownTable({
-    head: ['name', 'recipe or formats', 'shape', 'median', 'p20 to p80', 'of baseline'],
+    head: ['name', 'recipe or formats', 'shape', 'median', 'p20 to p80'],
     rows: rows.map((row) => [
       row.name,
       row.recipe ?? words(row.formats),
       words(row.shape),
       showValue(row, row.median),
       `${showValue(row, row.p20)} to ${showValue(row, row.p80)}`,
-      row.baseline ? `${(row.median / row.baseline.median).toFixed(3)} × ${row.baseline.name}` : '',
     ]),
   })
 }
 
-const section = /(<!-- rows (\S+)(?: (\S+))? -->\n)[\s\S]*?(<!-- end -->)/g
+const section = /(<!-- rows (\S+)(?: (\S+) (\S+))? -->\n)[\s\S]*?(<!-- end -->)/g
 
-/** A Markdown text with its sections `<!-- rows FILE [NAME] -->` … `<!-- end -->` filled from the rows of those files. */
+/** A Markdown text with its sections `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->` filled from rows of those files. */
 export function fillSections(markdown: string, read: (file: string) => string): string {
-  return markdown.replace(section, (_, start: string, file: string, name: string | undefined, end: string) => {
-    const rows = parseRows(read(file)).filter((row) => name === undefined || row.name.startsWith(name))
-    return `${start}${markdownRows(rows)}\n${end}`
-  })
+  return markdown.replace(
+    section,
+    (_, start: string, file: string, name: string | undefined, metric: string | undefined, end: string) => {
+      const wanted = (row: Row) => name === undefined || (row.name.startsWith(name) && row.metric === metric)
+      const rows = parseRows(read(file)).filter(wanted)
+      return `${start}${markdownRows(rows)}\n${end}`
+    },
+  )
 }
 
 function showValue({ metric, unit }: Row, value: number): string {

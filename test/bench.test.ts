@@ -7,7 +7,16 @@ import { afterAll, describe, expect, test } from 'vitest'
 import { bench } from '../bench/cli.ts'
 import { type OpCase, opBench, opTable } from '../bench/measure.ts'
 import { casesLike, opCases } from '../bench/ops.ts'
-import { appendRows, makeRow, markdownRows, parseRows, percentile, rowProblem, writeRows } from '../bench/row.ts'
+import {
+  appendRows,
+  fillSections,
+  makeRow,
+  markdownRows,
+  parseRows,
+  percentile,
+  rowProblem,
+  writeRows,
+} from '../bench/row.ts'
 import { quickstart } from '../examples/quickstart.ts'
 import { device, memory } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
@@ -62,9 +71,21 @@ describe('rows', () => {
 
   test('make a Markdown table', () => {
     const other = { ...row, formats: { x: 'bf16' }, baseline: { name: 'copy', median: 4 } }
-    expect(markdownRows([other]).split('\n')[2]).toBe(
-      '| add | x bf16 | threads 1, M 2 | 2 ms | 1.4 ms to 2.6 ms | 0.500 × copy |',
+    expect(markdownRows([other]).split('\n')[2]).toBe('| add | x bf16 | threads 1, M 2 | 2 ms | 1.4 ms to 2.6 ms |')
+    const recipes = [
+      { ...row, recipe: 'bf16', median: 4 },
+      { ...row, recipe: 'coat', median: 3, baseline: { name: 'bf16', median: 4 } },
+    ]
+    expect(markdownRows(recipes)).toBe(
+      '|  | bf16 | coat | coat / bf16 |\n| --- | ---: | ---: | ---: |\n| add | 4 ms | 3 ms | 0.750 |',
     )
+  })
+  test('fill the marked sections of a text', () => {
+    const text = 'a\n<!-- rows f.jsonl add time -->\nold\n<!-- end -->\nb'
+    const filled = fillSections(text, (file) => (file === 'f.jsonl' ? JSON.stringify(row) : expect.fail(file)))
+    expect(filled).toContain('-->\n| name |')
+    expect(filled).not.toContain('old')
+    expect(fillSections(filled, () => JSON.stringify(row))).toBe(filled)
   })
 })
 
