@@ -20,11 +20,11 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     program
       .command(name, { isDefault: name === 'step' })
       .description(description)
-      .option('--device <name>', 'cpu, cuda or cuda:N', 'cpu')
+      .option('--device <name>', 'cpu or cuda; by default the best there is')
       .option('--json <file>', 'write the rows to this file, as a JSON array')
       .option('--append <file>', 'add the rows to the end of this file, as JSON lines')
       .allowExcessArguments(false)
-      .action(async (options: Own & { device: string; json?: string; append?: string }) => {
+      .action(async (options: Own & { device?: string; json?: string; append?: string }) => {
         using where = device(options.device)
         for (const file of [options.json, options.append]) if (file) claim(file)
         const rows = await run(where, options)

@@ -1,5 +1,5 @@
 // One case of an op: inputs made after the table, results checked, then timed: bytes a second, or operations a second.
-import { CoatError, type Device, Tensor } from '../lib/index.ts'
+import { CoatError, type Device, type FloatFormat, Tensor } from '../lib/index.ts'
 import type { AnyFormat, Handle, NativeOps } from '../lib/native.gen.ts'
 import { native, type OpArgument } from '../lib/native.ts'
 import { showNumber, type Table } from '../lib/report.ts'
@@ -89,7 +89,65 @@ function same(a: Row, b: Row): boolean {
   return JSON.stringify([a.shape, a.formats]) === JSON.stringify([b.shape, b.formats])
 }
 
-function copyRow({ device, budget = 300 }: OpBenchOptions): Row {
+// Sizes on a GPU: a layer of Llama-2-7B with 16384 tokens, by the letters of the cases.
+const large: Readonly<Record<string, number>> = {
+  M: 16384,
+  N: 4096,
+  F: 11008,
+  B: 8,
+  T: 2048,
+  H: 32,
+  J: 32,
+  D: 128,
+  V: 32000,
+}
+
+function largeOf(sizes: Sizes): Sizes {
+  if ('K' in sizes) return { M: 16384, N: 4096, K: 4096 }
+  const entries = Object.entries(sizes).map(([letter, size]) => [letter, large[letter] ?? size])
+  return Object.fromEntries(entries)
+}
+
+function copyRow(options: OpBenchOptions): Row {
+  return options.device.kind === 'cpu' ? copyOnCpu(options) : copyOnDevice(options)
+}
+
+function copyOnDevice({ device, budget = 300 }: OpBenchOptions): Row {
+  const n = 2 ** 28
+  const x = native.random_uniform('f32', 2 ** 14, 2 ** 14, -1, 1, 1, device.kind)
+  const times = repeatOnDevice(() => [native.convert(x, null, 'f32')], budget)
+  native.free(x)
+  return makeRow(
+    {
+      kind: 'op',
+      name: 'copy',
+      metric: 'bandwidth',
+      unit: 'GB/s',
+      device: device.kind,
+      shape: { n },
+      formats: { x: 'f32' },
+    },
+    times.map((time) => (8 * n) / time / 1e6),
+  )
+}
+
+/** Milliseconds of every call on the device's clock, after three that do not count. */
+function repeatOnDevice(call: () => Handle[], budget: number): number[] {
+  const times: number[] = []
+  for (let spent = 0, i = -3; i < 5 || (spent < budget && i < 200); i++) {
+    const from = native.mark()
+    const handles = call()
+    const time = native.elapsed(from, native.mark())
+    for (const handle of handles) native.free(handle)
+    if (i < 0) continue
+    times.push(time)
+    spent += time
+  }
+  native.forgetMarks()
+  return times
+}
+
+function copyOnCpu({ device, budget = 300 }: OpBenchOptions): Row {
   const n = 2 ** 24
   const from = new Float32Array(n).fill(1)
   const to = new Float32Array(n)
@@ -121,17 +179,26 @@ function repeat<T>(call: () => T, budget: number, after: (result: T) => void = (
   return times
 }
 
-async function measure(one: OpCase, copy: number, { device, budget = 300 }: OpBenchOptions): Promise<Row[]> {
+async function measure(one: OpCase, copy: number, options: OpBenchOptions): Promise<Row[]> {
+  if (options.device.kind === 'cpu') return await measureAt(one, copy, options, true)
+  await measureAt(one, copy, { ...options, budget: 0 }, true)
+  return await measureAt({ ...one, sizes: largeOf(one.sizes) }, copy, options, false)
+}
+
+async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, checked: boolean): Promise<Row[]> {
+  const { device, budget = 300 } = options
   const entry = native.table().find(({ name }) => name === one.op)
   if (!entry) throw new CoatError(`op '${one.op}' is not in the table`, 'op', one.op)
   const call = native[one.op] as unknown as (...values: unknown[]) => unknown
   const inputs = new Map<string, Tensor[]>()
   try {
     const values: unknown[] = []
-    for (const argument of entry.arguments) values.push(...argumentOf(argument, one, device, inputs))
+    for (const argument of entry.arguments) values.push(...argumentOf(argument, one, device, inputs, !checked))
+    if (entry.arguments.every(({ mode, formats }) => formats.length === 0 || mode.startsWith('out')))
+      values.push(device.kind)
     const run = () => [call(...values)].flat().filter((handle): handle is Handle => typeof handle === 'number')
     const before: Record<string, Float32Array | Int32Array> = {}
-    for (const [name, tensors] of inputs)
+    for (const [name, tensors] of checked ? inputs : [])
       before[name] = joined(await Promise.all(tensors.map((tensor) => tensor.read())))
     const outputs = run().map((handle) => Tensor.own(handle).keep())
     let bytes = 0
@@ -142,7 +209,7 @@ async function measure(one: OpCase, copy: number, { device, budget = 300 }: OpBe
       const results: [string, Tensor[]][] = made.map(({ name }, i) => [name, [outputs[i] as Tensor]])
       for (const { mode, name } of entry.arguments)
         if (mode.endsWith('inout')) results.push([name, inputs.get(name) ?? []])
-      for (const [name, tensors] of results)
+      for (const [name, tensors] of checked ? results : [])
         verify(one, name, joined(await Promise.all(tensors.map((tensor) => tensor.read()))), before)
       // what is changed in place is read and written
       for (const tensor of [...[...inputs.values()].flat(), ...results.flatMap(([, tensors]) => tensors)])
@@ -150,7 +217,10 @@ async function measure(one: OpCase, copy: number, { device, budget = 300 }: OpBe
     } finally {
       for (const output of outputs) output.dispose()
     }
-    const times = repeat(run, budget, (handles) => handles.forEach(native.free))
+    const times =
+      device.kind === 'cuda'
+        ? repeatOnDevice(run, budget)
+        : repeat(run, budget, (handles) => handles.forEach(native.free))
     const shared = {
       kind: 'op',
       name: one.op,
@@ -177,6 +247,7 @@ function argumentOf(
   one: OpCase,
   device: Device,
   inputs: Map<string, Tensor[]>,
+  onDevice: boolean,
 ): unknown[] {
   const format = one.formats[name]
   if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.numbers?.[name] ?? one.sizes[name]]
@@ -186,10 +257,28 @@ function argumentOf(
   const list = mode.includes('list')
   const shape = list ? [1, Math.floor(product('M N', one.sizes) / (one.sizes.L ?? 1))] : shapeOf(dims, one.sizes)
   const tensors = Array.from({ length: list ? (one.sizes.L ?? 1) : 1 }, (_, i) =>
-    Tensor.from(valuesOf(name, shape, format, one.sizes, i + 1), shape, { format, device }).keep(),
+    onDevice && shape.length === 2 && format !== 'i32'
+      ? randomOn(device, name, shape as [number, number], format, i + 1)
+      : Tensor.from(valuesOf(name, shape, format, one.sizes, i + 1), shape, { format, device }).keep(),
   )
   inputs.set(name, tensors)
   return [list ? tensors.map(({ handle }) => handle) : tensors[0]?.handle]
+}
+
+/** The same distribution as valuesOf, made on the device: hundreds of millions of numbers would take JavaScript minutes. */
+function randomOn(
+  device: Device,
+  name: string,
+  [rows, cols]: [number, number],
+  format: FloatFormat,
+  seed: number,
+): Tensor {
+  const [low, high] = name === 'rstd' ? [1, 2] : name === 'lse' ? [5, 6] : name === 'v' ? [0, 1] : [-1, 1]
+  const plain = native.random_uniform('f32', rows, cols, low, high, seed, device.kind)
+  if (format === 'f32') return Tensor.own(plain).keep()
+  const made = native.convert(plain, null, format)
+  native.free(plain)
+  return Tensor.own(made).keep()
 }
 
 function valuesOf(

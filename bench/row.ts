@@ -1,7 +1,7 @@
 // One measurement as a row: its type, how it is made, written, read again and shown.
 import { execFileSync } from 'node:child_process'
 import { appendFileSync } from 'node:fs'
-import { CoatError } from '../lib/index.ts'
+import { CoatError, device } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { claim, markdownTable, peakOf, purposes, type Run, showBytes, showNumber, writeWhole } from '../lib/report.ts'
 
@@ -52,9 +52,17 @@ export function makeRow(
     commit: commit(),
     date: new Date().toISOString(),
     build: { node: process.versions.node, cuda: null },
+    ...(fields.device === 'cuda' ? gpuFields() : {}),
     ...fields,
     shape: { ...(fields.device === 'cuda' ? {} : { threads: native.threads() }), ...fields.shape },
   }
+}
+
+// From `NVIDIA H200, 139 GiB, CUDA 13.0 driver, 13.0 runtime`.
+function gpuFields(): Pick<Row, 'gpu' | 'build'> {
+  const { description } = device('cuda')
+  const cuda = description.match(/([\d.]+) runtime/)?.[1] ?? null
+  return { gpu: description.split(',')[0] ?? null, build: { node: process.versions.node, cuda } }
 }
 
 /** One quantity as a row a recipe, with bf16 as the others' baseline where it is among them. */

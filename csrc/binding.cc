@@ -3,12 +3,19 @@
 #include <napi.h>
 
 #include <cmath>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <new>
+#include <thread>
 
 #include "contract.h"
 #include "cpu/parallel.h"
+#include "cuda/device.h"
 #include "describe.h"
 #include "memory.h"
 #include "ops.h"
@@ -89,14 +96,121 @@ std::vector<int> positions_of(const Op& op) {
   return positions;
 }
 
+// Resolves reads when the device has done them: one thread an environment, started by the first read.
+class Reader {
+ public:
+  explicit Reader(Napi::Env env) : env_(env) {}
+  Reader(const Reader&) = delete;
+
+  // A promise of an ArrayBuffer with `bytes` bytes from `data`.
+  Napi::Value read(const uint8_t* data, int64_t bytes) {
+    auto job = std::make_unique<Job>(
+        Job{std::make_unique<cuda::Reading>(data, bytes), bytes, Napi::Promise::Deferred::New(env_), nullptr});
+    const Napi::Value promise = job->deferred.Promise();
+    if (!thread_.joinable()) start();
+    if (pending_++ == 0) settle_.Ref(env_);
+    {
+      std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    wake_.notify_one();
+    return promise;
+  }
+
+  // Waits for what is under way; its promises stay open, for the environment is ending.
+  void stop() {
+    if (!thread_.joinable()) return;
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_one();
+    thread_.join();
+    settle_.Release();
+  }
+
+  std::function<Napi::Value(const Error&)> make_error;
+
+ private:
+  struct Job {
+    std::unique_ptr<cuda::Reading> reading;
+    int64_t bytes;
+    Napi::Promise::Deferred deferred;
+    std::unique_ptr<Error> error;
+  };
+
+  void start() {
+    settle_ = Napi::ThreadSafeFunction::New(env_, Napi::Function(), "coat-fp8 read", 0, 1);
+    settle_.Unref(env_);
+    napi_add_env_cleanup_hook(
+        env_, [](void* reader) { static_cast<Reader*>(reader)->stop(); }, this);
+    thread_ = std::thread([this] { loop(); });
+  }
+
+  void loop() {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      wake_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
+      if (stopping_) return;
+      std::unique_ptr<Job> job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      try {
+        job->reading->wait();
+      } catch (const Error& error) {
+        job->error = std::make_unique<Error>(error);
+      }
+      Job* done = job.release();
+      const napi_status status = settle_.NonBlockingCall(done, [this](Napi::Env env, Napi::Function, Job* settled) {
+        const std::unique_ptr<Job> owner(settled);
+        if (env != nullptr) finish(env, *settled);
+      });
+      if (status != napi_ok) delete done;
+    }
+  }
+
+  void finish(Napi::Env env, Job& job) {
+    if (--pending_ == 0) settle_.Unref(env);
+    if (job.error) {
+      job.deferred.Reject(make_error(*job.error));
+      return;
+    }
+    auto buffer = Napi::ArrayBuffer::New(env, job.bytes);
+    if (job.bytes) std::memcpy(buffer.Data(), job.reading->host(), job.bytes);
+    job.deferred.Resolve(buffer);
+  }
+
+  Napi::Env env_;
+  Napi::ThreadSafeFunction settle_;
+  std::thread thread_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::unique_ptr<Job>> jobs_;
+  bool stopping_ = false;
+  int64_t pending_ = 0;
+};
+
 class Addon {
  public:
   Memory memory{guard_wanted()};
   Napi::FunctionReference error_class;
   std::vector<std::vector<int>> positions;
 
-  Addon() {
+  Reader reader;
+
+  explicit Addon(Napi::Env env) : reader(env) {
     for (const auto& op : table()) positions.push_back(positions_of(op));
+    reader.make_error = [this, env](const Error& error) {
+      return error_value(env, "read", error.code, error.argument, "read: " + error.message);
+    };
+  }
+
+  Napi::Value error_value(Napi::Env env, const char* op, const std::string& code, const std::string& argument,
+                          const std::string& message) {
+    const auto text = Napi::String::New(env, message);
+    if (error_class.IsEmpty()) return Napi::Error::New(env, message).Value();
+    return error_class.New(
+        {text, Napi::String::New(env, code), Napi::String::New(env, op), Napi::String::New(env, argument)});
   }
 
   // Runs f and turns what it throws into the CoatError class that JavaScript handed over.
@@ -118,11 +232,7 @@ class Addon {
       code = "internal";
       message = std::string(op) + ": " + error.what();
     }
-    const auto text = Napi::String::New(env, message);
-    if (error_class.IsEmpty()) throw Napi::Error::New(env, message);
-    const auto value = error_class.New(
-        {text, Napi::String::New(env, code), Napi::String::New(env, op), Napi::String::New(env, argument)});
-    throw Napi::Error(env, value);
+    throw Napi::Error(env, error_value(env, op, code, argument, message));
   }
 };
 
@@ -136,6 +246,7 @@ class Call {
   Napi::Value run() {
     int expected = 0;
     for (int position : positions_) expected += position >= 0 ? 1 : 0;
+    if (op_.is_source()) contract_.set_device(parse_device(text_argument(info_[expected++], "device")));
     if (static_cast<int>(info_.Length()) != expected)
       fail("arguments", "", "takes ", expected, " arguments and was given ", info_.Length());
     each([&](const Argument& argument, const Napi::Value& value, auto& field) { read_number(argument, value, field); });
@@ -285,7 +396,11 @@ Napi::Value write(const Napi::CallbackInfo& info) {
     const int64_t expected = bytes_of(tensor.format, tensor.shape);
     if (static_cast<int64_t>(bytes.ByteLength()) != expected)
       fail("shape", "bytes", "bytes has ", bytes.ByteLength(), " bytes and ", text_of(tensor), " has ", expected);
-    std::memcpy(tensor.data, static_cast<uint8_t*>(bytes.ArrayBuffer().Data()) + bytes.ByteOffset(), expected);
+    const uint8_t* from = static_cast<uint8_t*>(bytes.ArrayBuffer().Data()) + bytes.ByteOffset();
+    if (tensor.device == Device::cuda)
+      cuda::copy_in(tensor.data, from, expected);
+    else
+      std::memcpy(tensor.data, from, expected);
     addon_of(info).memory.changed(handle);
     return info.Env().Undefined();
   });
@@ -296,12 +411,48 @@ Napi::Value read(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "read", [&]() -> Napi::Value {
     const Tensor& tensor = addon_of(info).memory.get(number_argument(info[0], "tensor"), "tensor");
     const int64_t bytes = bytes_of(tensor.format, tensor.shape);
+    if (tensor.device == Device::cuda) return addon_of(info).reader.read(tensor.data, bytes);
     auto buffer = Napi::ArrayBuffer::New(info.Env(), bytes);
     if (bytes) std::memcpy(buffer.Data(), tensor.data, bytes);
     auto deferred = Napi::Promise::Deferred::New(info.Env());
     deferred.Resolve(buffer);
     return deferred.Promise();
   });
+}
+
+// open(device): says what the device is; throws no_cuda with what was found when it cannot be used.
+Napi::Value open(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "open", [&]() -> Napi::Value {
+    const Device device = parse_device(text_argument(info[0], "device"));
+    return Napi::String::New(info.Env(), device == Device::cuda ? cuda::open() : std::string("CPU with AVX2"));
+  });
+}
+
+// sync(device): a promise that everything queued on the device is done.
+Napi::Value sync(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "sync", [&]() -> Napi::Value {
+    if (parse_device(text_argument(info[0], "device")) == Device::cuda) return addon_of(info).reader.read(nullptr, 0);
+    auto deferred = Napi::Promise::Deferred::New(info.Env());
+    deferred.Resolve(info.Env().Undefined());
+    return deferred.Promise();
+  });
+}
+
+// mark(), elapsed(from, to), forgetMarks(): the clock of the CUDA device.
+Napi::Value mark(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "mark", [&]() -> Napi::Value {
+    return Napi::Number::New(info.Env(), static_cast<double>(cuda::mark()));
+  });
+}
+Napi::Value elapsed(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "elapsed", [&]() -> Napi::Value {
+    return Napi::Number::New(info.Env(),
+                             cuda::elapsed(integer_argument(info[0], "from"), integer_argument(info[1], "to")));
+  });
+}
+Napi::Value forget_marks(const Napi::CallbackInfo& info) {
+  cuda::forget_marks();
+  return info.Env().Undefined();
 }
 
 Napi::Value info_of(const Napi::CallbackInfo& info) {
@@ -344,7 +495,7 @@ Napi::Value memory(const Napi::CallbackInfo& info) {
   result.Set("live", live);
   result.Set("peak", peak);
   result.Set("tensors", static_cast<double>(usage.tensors));
-  result.Set("infs", static_cast<double>(memory.status().infs));
+  result.Set("infs", static_cast<double>(memory.infs()));
   return result;
 }
 
@@ -417,7 +568,7 @@ Napi::Value set_error_class(const Napi::CallbackInfo& info) {
 Napi::Object init(Napi::Env env, Napi::Object exports) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
     throw Napi::Error::New(env, "coat-fp8: this processor lacks AVX2 or FMA, which the CPU backend needs");
-  env.SetInstanceData(new Addon);
+  env.SetInstanceData(new Addon(env));
   const auto set = [&](const char* name, Napi::Value (*function)(const Napi::CallbackInfo&)) {
     exports.Set(name, Napi::Function::New(env, function, name));
   };
@@ -428,6 +579,11 @@ Napi::Object init(Napi::Env env, Napi::Object exports) {
   set("free", free);
   set("write", write);
   set("read", read);
+  set("open", open);
+  set("sync", sync);
+  set("mark", mark);
+  set("elapsed", elapsed);
+  set("forgetMarks", forget_marks);
   set("info", info_of);
   set("retag", retag);
   set("version", version);

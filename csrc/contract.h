@@ -50,6 +50,12 @@ struct Argument {
 };
 
 struct Op {
+  // Whether the op reads no tensor, so that the caller must name a device.
+  bool is_source() const {
+    for (const auto& argument : arguments)
+      if (!is_number(argument.mode) && !is_output(argument.mode)) return false;
+    return true;
+  }
   std::string family, name, doc;
   std::vector<Argument> arguments;
   std::vector<std::string> only_names;          // arguments whose formats are bound to each other …
@@ -81,6 +87,8 @@ class Contract {
   // After all inputs and output formats: the combinations of ONLY.
   void finish();
   Shape output_shape(const Argument& argument) const;
+  // For an op that reads no tensor: the caller says where its outputs go.
+  void set_device(Device device) { device_ = device; }
   Device device() const { return device_; }
 
  private:

@@ -40,6 +40,7 @@ std::string signature(const Op& op) {
       ++result_count;
     }
   }
+  if (op.is_source()) parameters += ", device: 'cpu' | 'cuda'";
   const std::string returns = result_count == 0 ? "void" : result_count == 1 ? "Handle" : "[" + results + "]";
   return "  /** " + op.doc + " " + shapes + ". */\n  " + op.name + "(" + parameters + "): " + returns + "\n";
 }

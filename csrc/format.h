@@ -4,6 +4,9 @@
 #pragma once
 #include <cstdint>
 #include <type_traits>
+#ifdef __CUDACC__
+#include <cuda_fp8.h>
+#endif
 
 #include "tensor.h"
 
@@ -97,6 +100,9 @@ struct Float8 {
   uint8_t code;
   static constexpr float max() { return __builtin_bit_cast(float, MaxBits); }
   static COAT_HD uint8_t encode(float x) {
+#ifdef __CUDA_ARCH__  // one instruction, the same rounding
+    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, Mantissa == 3 ? __NV_E4M3 : __NV_E5M2);
+#else
     constexpr int shift = 23 - Mantissa;
     constexpr uint32_t min_normal = static_cast<uint32_t>(128 - Bias) << 23;
     constexpr uint32_t magic = static_cast<uint32_t>(127 + 1 - Bias - Mantissa + 23) << 23;
@@ -107,8 +113,13 @@ struct Float8 {
     const uint32_t subnormal = bits_of(float_of(c) + float_of(magic)) - magic;
     const uint32_t code = a > 0x7f800000u ? NaNCode : (c < min_normal ? subnormal : normal);
     return static_cast<uint8_t>(code | ((u >> 24) & 0x80u));
+#endif
   }
   static COAT_HD float decode(uint8_t code) {
+#ifdef __CUDA_ARCH__
+    const __half_raw half = __nv_cvt_fp8_to_halfraw(code, Mantissa == 3 ? __NV_E4M3 : __NV_E5M2);
+    return __half2float(__half(half));
+#else
     constexpr int shift = 23 - Mantissa;
     constexpr float step = __builtin_bit_cast(float, static_cast<uint32_t>(127 + 1 - Bias - Mantissa) << 23);
     const uint32_t a = code & 0x7fu;
@@ -119,6 +130,7 @@ struct Float8 {
     const float special = has_inf && a == (NaNCode & 0x7cu) ? kInf : kNaN;
     const uint32_t limit = has_inf ? (NaNCode & 0x7cu) : NaNCode;
     return copysign_(a >= limit ? special : magnitude, float_of(static_cast<uint32_t>(code) << 24));
+#endif
   }
 };
 using E4M3 = Float8<3, 7, 0x43e00000u, 0x7f>;   // max 448
@@ -183,7 +195,7 @@ struct RangeWithMin : Range {
 COAT_HD void count_infs(Status* status, uint32_t infs) {
   if (infs == 0) return;
 #ifdef __CUDA_ARCH__
-  atomicAdd(reinterpret_cast<unsigned long long*>(&status->infs), static_cast<unsigned long long>(infs));
+  atomicAdd_system(reinterpret_cast<unsigned long long*>(&status->infs), static_cast<unsigned long long>(infs));
 #else
   __atomic_fetch_add(&status->infs, static_cast<int64_t>(infs), __ATOMIC_RELAXED);
 #endif

@@ -6,6 +6,10 @@ namespace coat {
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
+// Sums over rows (gradients of weights and biases) run in FP32 within so many rows, the chunks are added in FP64, in
+// order: part of the formula, because both backends must give the same bits.
+constexpr int64_t kSumRows = 128;
+
 // e^x, for softmax and sigmoid.
 COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }
 

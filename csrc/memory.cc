@@ -5,10 +5,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda/device.h"
+
 namespace coat {
 namespace {
 
-constexpr int64_t kGuard = 64;
+constexpr int64_t kGuard = 64, kDeviceGuard = 256;  // the device's own alignment
 constexpr uint8_t kGuardByte = 0xA5;
 constexpr int64_t kIdleLimit = int64_t{1} << 31;
 constexpr int64_t kSlotBits = 24;
@@ -24,8 +26,12 @@ int64_t size_class(int64_t bytes) {
 
 Memory::~Memory() {
   for (auto& slot : slots_)
-    if (slot.live) std::free(slot.tensor.data - (guard_ ? kGuard : 0));
+    if (slot.live && slot.tensor.device == Device::cuda)
+      cuda::release(slot.tensor.data - (guard_ ? kDeviceGuard : 0));
+    else if (slot.live)
+      std::free(slot.tensor.data - (guard_ ? kGuard : 0));
   drop_idle();
+  if (cuda_) cuda::close();
 }
 
 int64_t Memory::drop_idle() {
@@ -59,9 +65,30 @@ uint8_t* Memory::allocate(int64_t bytes) {
   return block + kGuard;
 }
 
-void Memory::release(uint8_t* data, int64_t bytes) {
-  uint8_t* block = data - (guard_ ? kGuard : 0);
-  const int64_t size = size_class(bytes + (guard_ ? 2 * kGuard : 0) + 1);
+uint8_t* Memory::allocate_on_device(int64_t bytes) {
+  const int64_t guard = guard_ ? kDeviceGuard : 0;
+  uint8_t* block = cuda::allocate(bytes + 2 * guard);
+  if (!block) {
+    int64_t held = 0, free = 0;
+    cuda::room(held, free);
+    fail("out_of_memory", "device", "out of memory on cuda: requested ", bytes, " bytes, ", free,
+         " bytes free on the device, ", held, " bytes held by the pool, of which ", usage_.live_total, " in ",
+         usage_.tensors, " tensors");
+  }
+  if (!guard_) return block;
+  cuda::fill(block, kGuardByte, guard);
+  cuda::fill(block + guard, 0xff, bytes);
+  cuda::fill(block + guard + bytes, kGuardByte, guard);
+  return block + guard;
+}
+
+void Memory::release(const Slot& slot) {
+  if (slot.tensor.device == Device::cuda) {
+    cuda::release(slot.tensor.data - (guard_ ? kDeviceGuard : 0));
+    return;
+  }
+  uint8_t* block = slot.tensor.data - (guard_ ? kGuard : 0);
+  const int64_t size = size_class(slot.bytes + (guard_ ? 2 * kGuard : 0) + 1);
   if (idle_bytes_ + size > kIdleLimit) {
     std::free(block);
     return;
@@ -74,14 +101,15 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
   double numel = 1;
   for (int i = 0; i < shape.rank; ++i) numel *= static_cast<double>(shape.dims[i]);
   if (numel > 1e15) fail("shape", "shape", "shape ", text_of(shape), " has more than 10^15 elements");
-  if (device == Device::cuda)
-    fail("no_cuda", "device",
-         "this build of coat-fp8 has no CUDA backend: use device 'cpu', or build with COAT_CUDA=on");
+  if (device == Device::cuda) {
+    cuda::open();
+    cuda_ = true;
+  }
   const int64_t bytes = bytes_of(format, shape);
-  uint8_t* data = allocate(bytes);
+  uint8_t* data = device == Device::cuda ? allocate_on_device(bytes) : allocate(bytes);
   if (format.scaling != Scaling::none) {  // the padding between codes and scales is part of what read() gives
-    const int64_t codes = shape.numel() * code_bytes(format.dtype);
-    std::memset(data + codes, 0, scales_offset(format, shape) - codes);
+    const int64_t codes = shape.numel() * code_bytes(format.dtype), padding = scales_offset(format, shape) - codes;
+    device == Device::cuda ? cuda::fill(data + codes, 0, padding) : void(std::memset(data + codes, 0, padding));
   }
   int64_t index;
   if (unused_.empty()) {
@@ -93,7 +121,7 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
     unused_.pop_back();
   }
   Slot& slot = slots_[index];
-  slot.tensor = {format, shape, device, data, status_.get()};
+  slot.tensor = {format, shape, device, data, device == Device::cuda ? cuda::status() : status_.get()};
   slot.purpose = purpose;
   slot.bytes = bytes;
   slot.version = 0;
@@ -121,7 +149,13 @@ const Memory::Slot& Memory::slot(double handle, const std::string& argument) con
 
 const Tensor& Memory::get(double handle, const std::string& argument) const { return slot(handle, argument).tensor; }
 
+// On the device the answer comes with the next wait.
 bool Memory::intact(const Slot& slot) const {
+  if (slot.tensor.device == Device::cuda) {
+    cuda::check_bytes(slot.tensor.data - kDeviceGuard, kGuardByte, kDeviceGuard);
+    cuda::check_bytes(slot.tensor.data + slot.bytes, kGuardByte, kDeviceGuard);
+    return true;
+  }
   for (int64_t i = 0; i < kGuard; ++i)
     if (slot.tensor.data[i - kGuard] != kGuardByte || slot.tensor.data[slot.bytes + i] != kGuardByte) return false;
   return true;
@@ -130,7 +164,7 @@ bool Memory::intact(const Slot& slot) const {
 void Memory::free(double handle) {
   Slot& s = slot(handle, "tensor");
   const bool damaged = guard_ && !intact(s);
-  release(s.tensor.data, s.bytes);
+  release(s);
   s.live = false;
   const int p = static_cast<int>(s.purpose);
   usage_.tensors -= 1;
@@ -156,6 +190,8 @@ void Memory::reset_peak() {
   for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = usage_.live[p];
   usage_.peak_total = usage_.live_total;
 }
+
+int64_t Memory::infs() const { return status_->infs + (cuda_ ? cuda::status()->infs : 0); }
 
 void Memory::check_guards() const {
   if (!guard_) return;

@@ -39,7 +39,8 @@ class Memory {
   void reset_peak();
   // Throws when a byte outside a live tensor was written.
   void check_guards() const;
-  const Status& status() const { return *status_; }
+  // Infinities that quantizing stores saturated, on both devices.
+  int64_t infs() const;
 
  private:
   struct Slot {
@@ -53,11 +54,13 @@ class Memory {
     return const_cast<Slot&>(static_cast<const Memory*>(this)->slot(handle, argument));
   }
   uint8_t* allocate(int64_t bytes);
-  void release(uint8_t* data, int64_t bytes);
+  uint8_t* allocate_on_device(int64_t bytes);
+  void release(const Slot& slot);
   bool intact(const Slot& slot) const;
   int64_t drop_idle();
 
   bool guard_;
+  bool cuda_ = false;  // whether the device was opened
   std::unique_ptr<Status> status_;
   Usage usage_;
   std::vector<Slot> slots_;

@@ -151,10 +151,14 @@ inline int64_t bytes_of(const Format& format, const Shape& shape) {
 enum class Device : uint8_t { cpu, cuda };
 inline const char* word_of(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 
-// Counters that kernels add to; they live where the tensors live.
+// What kernels report: counters, and the first value that broke a rule where a kernel cannot throw. It lives in memory
+// that the host can read at any time.
 struct Status {
-  int64_t infs = 0;  // infinities that a quantizing store saturated
+  int64_t infs = 0;              // infinities that a quantizing store saturated
+  unsigned long long fault = 0;  // 0, or the kind of fault (Fault)
+  int64_t fault_index = 0, fault_value = 0, fault_limit = 0;
 };
+enum Fault : unsigned long long { kNoFault = 0, kBadId = 1, kBadTarget = 2, kBadScale = 3, kDamaged = 4 };
 
 // One allocation: codes, then scales. A value, not an owner: memory.h owns.
 struct Tensor {

@@ -22,6 +22,17 @@ export { AdamW, type AdamWOptions, adamw, type GradientNorm } from './optimizer.
 export { type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { constant, cosine, type Schedule } from './schedule.ts'
 export { type LedgerRow, noGrad, Tape } from './tape.ts'
-export { type Device, device, type Format, memory, resetPeak, scope, Tensor, type TensorOptions } from './tensor.ts'
+export {
+  type Device,
+  type DeviceName,
+  device,
+  type FloatFormat,
+  type Format,
+  memory,
+  resetPeak,
+  scope,
+  Tensor,
+  type TensorOptions,
+} from './tensor.ts'
 export { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
 export { type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'

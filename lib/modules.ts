@@ -3,7 +3,7 @@ import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
 import { addGradient } from './tape.ts'
-import { type Device, device, type Format, type GradientSink, scope, Tensor } from './tensor.ts'
+import { type Device, type DeviceName, device, type Format, type GradientSink, scope, Tensor } from './tensor.ts'
 
 const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   x: ['f32', 'bf16', 'e4m3/t'],
@@ -72,11 +72,11 @@ export interface Build {
   seed: number
 }
 
-export function build(options: { recipe: RecipeName | Recipe; device?: Device | 'cpu'; seed?: number }): Build {
+export function build(options: { recipe: RecipeName | Recipe; device?: Device | DeviceName; seed?: number }): Build {
   const seed = options.seed ?? 0
   if (!Number.isSafeInteger(seed) || seed < 0)
     throw new CoatError(`seed is ${seed} and must be an integer of at least 0`, 'value', 'build', 'seed')
-  return { recipe: recipe(options.recipe), device: device(options.device), seed }
+  return { recipe: recipe(options.recipe), device: device(options.device ?? 'cpu'), seed }
 }
 
 /** A named part of a fused parameter: rows [from, to) of the tensor. */
@@ -115,7 +115,9 @@ export class Param implements GradientSink, Disposable {
           device: build.device,
         }).keep()
       const [rows, cols] = shape as [number, number]
-      return Tensor.own(native.random_normal(format, rows, cols, 0, init.std, seedOf(build.seed, name))).keep()
+      return Tensor.own(
+        native.random_normal(format, rows, cols, 0, init.std, seedOf(build.seed, name), build.device.kind),
+      ).keep()
     })
     native.retag(this.tensor.handle, 'param')
     this.tensor.sink = this
@@ -144,7 +146,7 @@ export class Param implements GradientSink, Disposable {
 
   /** Replaces the values by those of f32 `values` [the parameter's shape], rounded to its format. */
   write(values: Float32Array): void {
-    const plain = Tensor.from(values, this.tensor.shape)
+    const plain = Tensor.from(values, this.tensor.shape, { device: this.tensor.device })
     try {
       if (this.tensor.format === 'f32') native.write(this.tensor.handle, values)
       else native.add_into(zeroed(this.tensor).handle, plain.handle)
@@ -337,6 +339,7 @@ export class Attention extends Module {
   readonly output: Linear
   readonly sizes: AttentionSizes
   readonly stream: 'f32' | 'bf16'
+  readonly device: Device
   #rope: { sequence: number; table: Tensor } | null = null
 
   constructor(build: Build, name: string, sizes: AttentionSizes) {
@@ -344,6 +347,7 @@ export class Attention extends Module {
     const { hidden, heads, kvHeads, headDim } = sizes
     this.sizes = sizes
     this.stream = build.recipe.stream
+    this.device = build.device
     const q = heads * headDim
     const kv = kvHeads * headDim
     const parts = (kind: string): Part[] => [
@@ -385,7 +389,7 @@ export class Attention extends Module {
     if (this.sizes.ropeTheta === null) return null
     if (this.#rope?.sequence !== sequence) {
       this.#rope?.table.dispose()
-      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta: this.sizes.ropeTheta }).keep()
+      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta: this.sizes.ropeTheta }, this.device).keep()
       table.persistent = true
       native.retag(table.handle, 'scratch')
       this.#rope = { sequence, table }

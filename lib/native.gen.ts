@@ -62,7 +62,7 @@ export interface NativeOps {
   /** norm = sqrt of the sum of all squares (FP64 partial sums fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
   grad_norm(g: readonly Handle[], max_norm: number): [norm: Handle, norms: Handle, clip: Handle]
   /** y[i] = mean + std * standard normal of (seed, i): the same bits on every device. y [M, N]. */
-  random_normal(y: 'f32' | 'bf16', M: number, N: number, mean: number, std: number, seed: number): Handle
+  random_normal(y: 'f32' | 'bf16', M: number, N: number, mean: number, std: number, seed: number, device: 'cpu' | 'cuda'): Handle
   /** y[i] = low + (high - low) * uniform in (0, 1) of (seed, i). y [M, N]. */
-  random_uniform(y: 'f32' | 'bf16', M: number, N: number, low: number, high: number, seed: number): Handle
+  random_uniform(y: 'f32' | 'bf16', M: number, N: number, low: number, high: number, seed: number, device: 'cpu' | 'cuda'): Handle
 }

@@ -80,6 +80,13 @@ export interface Native extends NativeOps {
   /** Replaces the bytes of a tensor: codes, then scales. */
   write(tensor: Handle, bytes: NodeJS.TypedArray): void
   read(tensor: Handle): Promise<ArrayBuffer>
+  /** Says what the device is; throws `no_cuda` with what was found when it cannot be used. */
+  open(device: DeviceKind): string
+  sync(device: DeviceKind): Promise<unknown>
+  /** A point in time of the CUDA device; `elapsed` waits and gives the milliseconds between two. */
+  mark(): number
+  elapsed(from: number, to: number): number
+  forgetMarks(): void
   info(tensor: Handle): TensorInfo
   retag(tensor: Handle, purpose: Purpose): void
   version(tensor: Handle): number

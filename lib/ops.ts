@@ -1,7 +1,7 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import { CoatError, native } from './native.ts'
 import { remakeOf, Tape } from './tape.ts'
-import { type FloatFormat, type Format, Tensor } from './tensor.ts'
+import { type FloatFormat, type Format, Tensor, type TensorOptions } from './tensor.ts'
 
 type Plain = 'f32' | 'bf16'
 
@@ -229,7 +229,12 @@ export interface RopeScaling {
 }
 
 /** Cosines and sines of every position, f32 [T, D]: D/2 cosines, then D/2 sines; angles in float64. */
-export function ropeTable(positions: number, headDim: number, { theta }: RopeScaling): Tensor {
+export function ropeTable(
+  positions: number,
+  headDim: number,
+  { theta }: RopeScaling,
+  device: TensorOptions['device'] = 'cpu',
+): Tensor {
   const half = headDim / 2
   const values = new Float32Array(positions * headDim)
   for (let t = 0; t < positions; t++)
@@ -238,7 +243,7 @@ export function ropeTable(positions: number, headDim: number, { theta }: RopeSca
       values[t * headDim + i] = Math.cos(angle)
       values[t * headDim + half + i] = Math.sin(angle)
     }
-  return Tensor.from(values, [positions, headDim])
+  return Tensor.from(values, [positions, headDim], { device })
 }
 
 /** The label of a position that takes no part in the loss. */

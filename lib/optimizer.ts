@@ -77,8 +77,8 @@ export class AdamW implements Disposable {
           recipe.master && param.tensor.format === 'bf16'
             ? held(native.convert(param.tensor.handle, null, 'f32'))
             : null,
-        m: zeroState(param.tensor.numel, recipe.m),
-        v: zeroState(param.tensor.numel, recipe.v),
+        m: zeroState(param.tensor, recipe.m),
+        v: zeroState(param.tensor, recipe.v),
       })),
     )
   }
@@ -173,8 +173,8 @@ function held(handle: number): Tensor {
 }
 
 // States are flat, [1, n], so that their groups go on over the ends of rows.
-function zeroState(n: number, format: Format): Tensor {
-  const zeros = Tensor.zeros([1, n])
+function zeroState({ numel, device }: Tensor, format: Format): Tensor {
+  const zeros = Tensor.zeros([1, numel], { device })
   const state = held(native.convert(zeros.handle, null, format as 'f32'))
   zeros.dispose()
   return state

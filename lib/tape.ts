@@ -97,7 +97,7 @@ export class Tape implements Disposable {
     const outer = current
     current = null
     try {
-      gradients.set(loss.id, retained(Tensor.from([1], [1])))
+      gradients.set(loss.id, retained(Tensor.from([1], [1], { device: loss.device })))
       for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
         const { inputs, saved, backward } = node
         const gradient = gradients.get(node.output)

@@ -11,27 +11,54 @@ export type Shape = readonly number[]
 /** Where tensors live. */
 export interface Device extends Disposable {
   readonly kind: DeviceKind
+  /** What was found, as `NVIDIA H200, 139 GiB, …`. */
+  readonly description: string
+  /** Resolves when everything queued so far is done; rejects with what the device reported. */
+  sync(): Promise<void>
   dispose(): void
 }
 
-class CpuDevice implements Device {
-  readonly kind = 'cpu'
+/** What names a device. */
+export type DeviceName = 'cpu' | 'cuda' | 'cuda:0'
+
+class OpenDevice implements Device {
+  readonly kind: DeviceKind
+  readonly description: string
+  constructor(kind: DeviceKind) {
+    this.kind = kind
+    this.description = native.open(kind)
+  }
+  async sync(): Promise<void> {
+    await native.sync(this.kind)
+  }
   dispose(): void {}
-  [Symbol.dispose](): void {}
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
 }
 
-/** `device('cpu')`, or `device()` for the best there is: CUDA where this build has it, else the CPU. */
-export function device(name: string | Device = 'cpu'): Device {
+const opened = new Map<DeviceKind, Device>()
+
+function openOnce(kind: DeviceKind): Device {
+  const known = opened.get(kind) ?? new OpenDevice(kind)
+  opened.set(kind, known)
+  return known
+}
+
+/** `device('cpu')`, `device('cuda')`, or `device()` for the best there is: CUDA where it can be used, else the CPU. */
+export function device(name?: string | Device): Device {
+  if (name === undefined) {
+    try {
+      return openOnce('cuda')
+    } catch (error) {
+      if (error instanceof CoatError && error.code === 'no_cuda') return openOnce('cpu')
+      throw error
+    }
+  }
   if (typeof name !== 'string') return name
-  if (name === 'cpu') return new CpuDevice()
-  if (name === 'cuda' || /^cuda:\d+$/.test(name))
-    throw new CoatError(
-      `device '${name}' is not there: this build of coat-fp8 has no CUDA backend; use device 'cpu'`,
-      'no_cuda',
-      'device',
-      'name',
-    )
-  throw new CoatError(`device is '${name}' and must be 'cpu', 'cuda' or 'cuda:N'`, 'device', 'device', 'name')
+  if (name === 'cpu') return openOnce('cpu')
+  if (name === 'cuda' || name === 'cuda:0') return openOnce('cuda')
+  throw new CoatError(`device is '${name}' and must be 'cpu', 'cuda' or 'cuda:0'`, 'device', 'device', 'name')
 }
 
 /** Bytes by purpose, live and at their peak, on this thread. */
@@ -69,7 +96,8 @@ const scopes: Set<Tensor>[] = []
 
 export interface TensorOptions {
   format?: Format
-  device?: Device | 'cpu'
+  /** Default: the CPU. */
+  device?: Device | DeviceName
   purpose?: Purpose
 }
 
@@ -79,6 +107,7 @@ export class Tensor implements Disposable {
   readonly format: Format
   readonly shape: Shape
   readonly bytes: number
+  readonly device: DeviceKind
   /** Tells tensors apart even after they are freed. */
   readonly id = nextId++
   /** Where gradients of this tensor go; null for intermediate results. */
@@ -104,6 +133,7 @@ export class Tensor implements Disposable {
     this.format = info.format
     this.shape = info.shape
     this.bytes = info.bytes
+    this.device = info.device
   }
 
   /** The tensor behind a handle that an op returned: held by the innermost scope, or by the caller outside of scopes. */
@@ -136,7 +166,7 @@ export class Tensor implements Disposable {
         'Tensor.from',
         'format',
       )
-    const kind = device(options.device).kind
+    const kind = device(options.device ?? 'cpu').kind
     const plain = native.make(integers ? 'i32' : 'f32', shape, kind, options.purpose ?? 'temp')
     native.write(plain, values instanceof Float32Array || integers ? values : Float32Array.from(values))
     if (format === 'f32' || format === 'i32') return Tensor.own(plain)

@@ -8,11 +8,12 @@ import { AdamW, type AdamWOptions, adamw } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, noGrad, Tape } from './tape.ts'
-import { memory, resetPeak, scope, Tensor } from './tensor.ts'
+import { type Device, memory, resetPeak, scope, Tensor } from './tensor.ts'
 
 /** What the trainer needs of a model. */
 export interface TrainableModel extends Module {
   readonly recipe: Recipe
+  readonly device: Device
   /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
   loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor
 }
@@ -172,7 +173,7 @@ export class Trainer implements Disposable {
     let tokens = 0
     for (const part of data.validation(sequences, batch)) {
       const count = counted(part.targets)
-      const loss = noGrad(() => scope(() => this.model.loss(...tensorsOf(part), part.sequence, 1))).keep()
+      const loss = noGrad(() => scope(() => this.model.loss(...this.#tensorsOf(part), part.sequence, 1))).keep()
       sum += await loss.item()
       tokens += count
       loss.dispose()
@@ -192,11 +193,16 @@ export class Trainer implements Disposable {
   #forwardBackward(micro: Batch, weight: number): Tensor {
     using tape = new Tape()
     return scope(() => {
-      const loss = tape.record(() => this.model.loss(...tensorsOf(micro), micro.sequence, weight))
+      const loss = tape.record(() => this.model.loss(...this.#tensorsOf(micro), micro.sequence, weight))
       this.#ledger = tape.ledger()
       tape.backward(loss)
       return loss.keep()
     })
+  }
+
+  #tensorsOf({ ids, targets }: Batch): [Tensor, Tensor] {
+    const { device } = this.model
+    return [Tensor.from(ids, [ids.length], { device }), Tensor.from(targets, [targets.length], { device })]
   }
 
   async #skipped(norms: Tensor, maxSkips: number): Promise<void> {
@@ -212,10 +218,6 @@ export class Trainer implements Disposable {
       bad[0]?.name ?? '',
     )
   }
-}
-
-function tensorsOf({ ids, targets }: Batch): [Tensor, Tensor] {
-  return [Tensor.from(ids, [ids.length]), Tensor.from(targets, [targets.length])]
 }
 
 function counted(targets: Int32Array): number {

@@ -173,7 +173,7 @@ describe('refusals name op, argument, value and rule', () => {
       'value',
       'seed',
       'random_normal: seed is -1 and must not be negative',
-      () => native.random_normal('f32', 2, 2, 0, 1, -1),
+      () => native.random_normal('f32', 2, 2, 0, 1, -1, 'cpu'),
     ],
     ['a missing tensor', 'type', 'b', 'add: b is missing', () => loose.add?.(f32(2), null, 'f32', null)],
     ['too few arguments', 'arguments', '', 'add: takes 4 arguments and was given 2', () => loose.add?.(f32(2), f32(2))],
@@ -264,9 +264,7 @@ describe('refusals name op, argument, value and rule', () => {
   it.skipIf(present('cuda'))('a device that is not there', () => {
     const error = refusal(() => native.make('f32', [1], 'cuda', 'temp'))
     expect([error.code, error.argument]).toEqual(['no_cuda', 'device'])
-    expect(error.message).toBe(
-      "make: this build of coat-fp8 has no CUDA backend: use device 'cpu', or build with COAT_CUDA=on",
-    )
+    expect(error.message).toMatch(/^make: device 'cuda' is not there: .*; use device 'cpu'/)
   })
 
   it('freed tensors are recognised', () => {
@@ -296,7 +294,7 @@ describe('a refusal leaves nothing behind', () => {
     refusal(() => native.embedding_backward(bad, x, 'f32', 3))
     refusal(() => native.cross_entropy_forward(x, targets, -100, 1))
     refusal(() => native.add(x, w, 'bf16', 'e4m3/g16'))
-    refusal(() => native.random_normal('f32', 1e6, 1e10, 0, 1, 1))
+    refusal(() => native.random_normal('f32', 1e6, 1e10, 0, 1, 1, 'cpu'))
   })
   it('and does not count as a change', () => {
     const y = f32(2)

@@ -125,12 +125,17 @@ export function combinationsOf(entry: OpEntry): Formats[] {
   return chosen
 }
 
-/** Calls an op with its arguments by name; the outputs by name. */
-export function invoke(entry: OpEntry, by: Record<string, unknown>): Record<string, Handle | null> {
+/** Calls an op with its arguments by name, one that reads no tensor with the device; the outputs by name. */
+export function invoke(
+  entry: OpEntry,
+  by: Record<string, unknown>,
+  device: DeviceKind = 'cpu',
+): Record<string, Handle | null> {
   const silent = (argument: OpArgument) => argument.mode === 'out' && argument.formats.length === 1
   const list = entry.arguments.filter((argument) => !silent(argument)).map(({ name }) => by[name])
   const f = native[entry.name as 'scale_of'] as unknown as (...list: unknown[]) => Handle | Handle[]
-  const results = [f(...list)].flat()
+  const source = entry.arguments.every((argument) => !isTensor(argument) || isOutput(argument))
+  const results = [f(...list, ...(source ? [device] : []))].flat()
   return Object.fromEntries(entry.arguments.filter(isOutput).map(({ name }, i) => [name, results[i] ?? null]))
 }
 
@@ -159,6 +164,8 @@ export interface OpCheck {
   data?: Partial<Record<Name | List, (random: Random, sizes: Record<Letter, number>, i: number) => number>>
   /** Expected outputs and changed arguments by name; under |name| the size that rounding errors are relative to. */
   reference: (given: Given) => Record<string, Values | Values[]>
+  /** Whether CUDA must give the values of the CPU bit for bit (default true): not where sums run in another order. */
+  exact?: boolean
   /** Relative FP32 error beyond the rounding to the output's format (default 1e-6). */
   slack?: number
 }
@@ -228,12 +235,13 @@ async function checkSizes(
 
     const where = `${entry.name} ${JSON.stringify(sizes)} ${JSON.stringify(formats)}`
     let first: Map<string, Uint8Array> | undefined
-    for (const threads of [1, 2, 7]) {
+    // on the CPU with several numbers of threads, on a device twice: the same bytes
+    for (const threads of device === 'cpu' ? [1, 2, 7] : [1, 1]) {
       native.threads(threads)
       const results = await runOnce(entry, formats, numbers, known, device)
       for (const [name, { format, shape, bytes }] of results) {
         if (first && Buffer.compare(first.get(name) as Uint8Array, bytes) !== 0)
-          throw new Error(`${where}: ${name} differs with ${threads} threads`)
+          throw new Error(`${where}: ${name} differs from the first run, with ${threads} threads`)
         const [bare = '', item] = name.split('[')
         const pick = (value?: Values | Values[]) =>
           Array.isArray(value) ? value[Number.parseInt(item ?? '0', 10)] : value
@@ -253,11 +261,27 @@ async function checkSizes(
           )
       }
       first ??= new Map([...results].map(([name, { bytes }]) => [name, bytes]))
+      if (device === 'cuda' && threads === 1 && (check.exact ?? true))
+        for (const [name, cpu] of await runOnce(entry, formats, numbers, known, 'cpu'))
+          compare(`${where}: ${name}`, results.get(name) as Result, cpu)
     }
   }
 }
 
-type Results = Map<string, { format: AnyFormat; shape: Shape; bytes: Uint8Array }>
+/** Throws unless two results have the same values, whatever the bits of their NaNs. */
+function compare(where: string, { format, shape, bytes }: Result, cpu: Result): void {
+  if (Buffer.compare(bytes, cpu.bytes) === 0) return
+  const [a, b] = [decode(format, shape, bytes).values, decode(format, shape, cpu.bytes).values]
+  const at = a.findIndex((value, i) => value !== b[i] && !(Number.isNaN(value) && Number.isNaN(b[i] as number)))
+  if (at >= 0) throw new Error(`${where}: element ${at} is ${a[at]} on cuda and ${b[at]} on the CPU`)
+}
+
+interface Result {
+  format: AnyFormat
+  shape: Shape
+  bytes: Uint8Array
+}
+type Results = Map<string, Result>
 
 /** One call with fresh copies of the inputs; the bytes of what it made and changed. Frees everything. */
 async function runOnce(
@@ -285,7 +309,7 @@ async function runOnce(
       for (const [i, handle] of made.entries())
         wanted.set(isList(argument) ? `${argument.name}[${i}]` : argument.name, handle)
   }
-  for (const [name, handle] of Object.entries(invoke(entry, by))) {
+  for (const [name, handle] of Object.entries(invoke(entry, by, device))) {
     if (handle === null) continue
     handles.push(handle)
     wanted.set(name, handle)

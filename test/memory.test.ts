@@ -173,7 +173,7 @@ describe('worker threads', () => {
     const results = await Promise.all(
       [0, 1, 2, 3].map(async (i) => {
         const worker = start(`
-          const x = native.random_normal('f32', 300, 301, 0, 1, ${i % 2})
+          const x = native.random_normal('f32', 300, 301, 0, 1, ${i % 2}, 'cpu')
           let foreign = ''
           try { native.info(${mine} + 2 ** 30) } catch (error) { foreign = error.message }
           let sum = 0
@@ -199,12 +199,12 @@ describe('worker threads', () => {
     const mine = tensor('f32', [3], [1, 2, 3])
     for (let round = 0; round < 5; round++) {
       const worker = start(`
-        const x = native.random_normal('bf16', 400, 400, 0, 1, 1)
+        const x = native.random_normal('bf16', 400, 400, 0, 1, 1, 'cpu')
         parentPort.postMessage('ready')
         for (;;) native.free(native.matmul_nt(x, x, null, 'bf16'))`)
       await once(worker, 'message')
       await worker.terminate()
-      const y = own(native.random_normal('f32', 200, 200, 0, 1, 1))
+      const y = own(native.random_normal('f32', 200, 200, 0, 1, 1, 'cpu'))
       expect(native.info(own(native.matmul_nt(y, y, null, 'f32'))).shape).toEqual([200, 200])
     }
     expect(await read(mine)).toEqual([1, 2, 3])

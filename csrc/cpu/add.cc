@@ -30,7 +30,7 @@ void add_into(const add_into_args& args) {
 
 void column_sum(const column_sum_args& args) {
   const int64_t M = args.x.shape.rows(), N = args.x.shape.cols();
-  const std::vector<float> total = sum_rows(M, N, N, [&](int64_t row, float* sums) {
+  const std::vector<float> total = sum_rows(M, N, [&](int64_t row, float* sums) {
     std::vector<float> x(N);
     read_row(args.x, row, x.data());
     for (int64_t n = 0; n < N; ++n) sums[n] += x[n];

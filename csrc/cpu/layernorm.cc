@@ -33,7 +33,7 @@ void layernorm_backward(const layernorm_backward_args& args) {
   const double count = static_cast<double>(N);
   Writer dx(args.dx, {});
   // sums: dw, then db
-  const std::vector<float> sums = sum_rows(M, N, 2 * N, [&](int64_t row, float* sums) {
+  const std::vector<float> sums = sum_rows(M, 2 * N, [&](int64_t row, float* sums) {
     std::vector<float> buffer(3 * N);
     float* __restrict x = buffer.data();
     float* __restrict g = x + N;

@@ -23,7 +23,7 @@ void rmsnorm_backward(const rmsnorm_backward_args& args) {
   const std::vector<float> w = read_all(args.w);
   const float* rstd = args.rstd.as<float>();
   Writer dx(args.dx, {});
-  const std::vector<float> dw = sum_rows(M, N, N, [&](int64_t row, float* sums) {
+  const std::vector<float> dw = sum_rows(M, N, [&](int64_t row, float* sums) {
     std::vector<float> buffer(3 * N);
     float* __restrict x = buffer.data();
     float* __restrict g = x + N;

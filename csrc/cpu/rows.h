@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../format.h"
+#include "../formula.h"
 #include "parallel.h"
 
 namespace coat::cpu {
@@ -95,11 +95,11 @@ inline void check_row_not_empty(const Tensor& x) {
   if (x.shape.cols() == 0) fail("shape", "x", "x ", text_of(x), " must have at least one column");
 }
 
-// Sums over rows: body(row, sums) adds a row to `sums` [width], once a chunk of rows fixed by shape; the chunks are
-// added in order, in FP64.
+// Sums over rows: body(row, sums) adds a row to `sums` [width], in FP32 within a chunk of kSumRows rows; the chunks
+// are added in order, in FP64.
 template <class Body>
-std::vector<float> sum_rows(int64_t rows, int64_t cols, int64_t width, Body&& body) {
-  const int64_t chunk = rows_of_chunk(cols), chunks = (rows + chunk - 1) / chunk;
+std::vector<float> sum_rows(int64_t rows, int64_t width, Body&& body) {
+  const int64_t chunk = kSumRows, chunks = (rows + chunk - 1) / chunk;
   std::vector<float> partial(chunks * width, 0.f), total(width);
   parallel(rows, chunk, [&](int64_t begin, int64_t end) {
     float* sums = partial.data() + begin / chunk * width;

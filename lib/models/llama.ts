@@ -7,7 +7,7 @@ import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
 import { readHeader, readTensor, type StoredTensor } from '../safetensors.ts'
 import { noGrad } from '../tape.ts'
-import { type Device, scope, Tensor } from '../tensor.ts'
+import { type Device, type DeviceName, scope, Tensor } from '../tensor.ts'
 
 /** The fields of a Hugging Face config.json that matter here. */
 export interface LlamaConfig {
@@ -32,7 +32,8 @@ export interface LlamaConfig {
 
 export interface ModelOptions {
   recipe: RecipeName | Recipe
-  device?: Device | 'cpu'
+  /** Default: the CPU. */
+  device?: Device | DeviceName
   /** Seed of the initial values (default 0). */
   seed?: number
 }
@@ -84,6 +85,7 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
 export class LlamaForCausalLM extends Module {
   readonly config: ReturnType<typeof checked>
   readonly recipe: Recipe
+  readonly device: Device
   readonly embedding: Param
   readonly layers: Block[]
   readonly norm: RMSNorm | LayerNorm
@@ -95,6 +97,7 @@ export class LlamaForCausalLM extends Module {
     const built = build(options)
     this.config = full
     this.recipe = built.recipe
+    this.device = built.device
     const { hidden_size: hidden, initializer_range: std, rms_norm_eps: eps } = full
     const olmo = full.model_type === 'olmo'
     const norm = { hidden, norm: olmo ? 'layernorm' : 'rmsnorm', affine: !olmo, eps } as const
@@ -171,7 +174,9 @@ export class LlamaForCausalLM extends Module {
     for (let i = 0; i < count; i++) {
       const window = tokens.slice(-this.config.max_position_embeddings)
       const logits = noGrad(() =>
-        scope(() => this.forward(Tensor.from(Int32Array.from(window), [window.length]), window.length)),
+        scope(() =>
+          this.forward(Tensor.from(Int32Array.from(window), [window.length], { device: this.device }), window.length),
+        ),
       )
       const values = await logits.read()
       logits.dispose()

@@ -111,9 +111,10 @@ describe('attention', () => {
   ])
   const sizes = [{ B: 0, T: 3, H: 2, J: 1, D: 4, causal: 1, scale: 1 }, ...both]
   const data = { qkv: (random: Random) => random.normal(), dout: (random: Random) => random.normal() }
-  checkOp('attention_forward', { sizes, data, reference: forward })
+  checkOp('attention_forward', { exact: false, sizes, data, reference: forward })
   // lse above that of forward, so that p does not overflow
   checkOp('attention_backward', {
+    exact: false,
     sizes,
     data: { ...data, lse: (random) => 6 + random.uniform() },
     reference: backward,

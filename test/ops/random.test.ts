@@ -55,7 +55,7 @@ describe('random', () => {
   })
 
   it('random_normal has the moments of a normal distribution', async () => {
-    const x = await read(own(native.random_normal('f32', 1000, 1000, 0, 1, 7)))
+    const x = await read(own(native.random_normal('f32', 1000, 1000, 0, 1, 7, 'cpu')))
     const moment = (power: number) => x.reduce((total, value) => total + value ** power, 0) / x.length
     expect(Math.abs(moment(1))).toBeLessThan(0.004)
     expect(Math.abs(moment(2) - 1)).toBeLessThan(0.006)
@@ -66,7 +66,7 @@ describe('random', () => {
   })
 
   it('random_uniform stays strictly inside (0, 1) and fills it evenly', async () => {
-    const x = await read(own(native.random_uniform('f32', 1000, 1000, 0, 1, 8)))
+    const x = await read(own(native.random_uniform('f32', 1000, 1000, 0, 1, 8, 'cpu')))
     const counts = new Array(10).fill(0)
     for (const value of x) {
       if (!(value > 0 && value < 1)) throw new Error(`${value}`)
@@ -77,7 +77,7 @@ describe('random', () => {
 
   it('bits depend on seed and position alone', async () => {
     const draw = async (M: number, N: number, seed: number) =>
-      await bytesOf(own(native.random_normal('f32', M, N, 0, 1, seed)))
+      await bytesOf(own(native.random_normal('f32', M, N, 0, 1, seed, 'cpu')))
     const base = await draw(60, 70, 5)
     expect(await draw(60, 70, 5)).toEqual(base)
     expect(await draw(1, 4200, 5)).toEqual(base)

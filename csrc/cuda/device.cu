@@ -1,0 +1,251 @@
+// The device: one compute stream a thread, memory in stream order, copies, and faults that surface late.
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device.cuh"
+
+namespace coat::cuda {
+namespace {
+
+// What one thread (one Node environment) holds of the device.
+struct Context {
+  cudaStream_t stream = nullptr;
+  Status* status = nullptr;
+  std::vector<cudaEvent_t> marks;
+  std::vector<std::string> ops;  // launched since the last wait, the oldest first
+  std::string about;
+  int multiprocessors = 0;
+};
+thread_local Context context;
+
+bool wait_after_every_op() {
+  static const bool on = [] {
+    const char* text = std::getenv("COAT_SYNC");
+    return text && *text && std::strcmp(text, "0") != 0;
+  }();
+  return on;
+}
+
+constexpr size_t kKeptOps = 64;
+
+std::string names(const std::vector<std::string>& ops) {
+  std::string text;
+  for (const auto& op : ops) text += (text.empty() ? "" : ", ") + op;
+  return text;
+}
+
+// Turns what a wait returned, and what kernels reported, into an error.
+void judge(cudaError_t result, Status* status, const std::vector<std::string>& ops) {
+  if (result != cudaSuccess)
+    fail("cuda", "device", "the device stopped with \"", cudaGetErrorString(result),
+         "\"; ops launched since the last wait: ", names(ops));
+  if (!status || status->fault == kNoFault) return;
+  const auto kind = status->fault;
+  const int64_t index = status->fault_index, value = status->fault_value, limit = status->fault_limit;
+  status->fault = kNoFault;
+  const std::string after = "; ops launched since the last wait: " + names(ops);
+  if (kind == kBadId)
+    fail("value", "ids", "ids[", index, "] is ", value, " and must be at least 0 and less than V = ", limit, after);
+  if (kind == kBadTarget)
+    fail("value", "targets", "targets[", index, "] is ", value,
+         " and must be the ignored value or at least 0 and less than V = ", limit, after);
+  if (kind == kDamaged) fail("guard", "tensor", "memory outside of a tensor was written", after);
+  fail("value", "scale", "scale must be a positive finite number", after);
+}
+
+}  // namespace
+
+void check(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  cudaGetLastError();
+  if (result == cudaErrorMemoryAllocation) fail("out_of_memory", "device", "out of memory on cuda in ", what);
+  fail("cuda", "device", what, " failed: ", cudaGetErrorString(result));
+}
+
+std::string open() {
+  if (context.stream) return context.about;
+  int count = 0, driver = 0, runtime = 0;
+  const cudaError_t found = cudaGetDeviceCount(&count);
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  if (found != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    fail("no_cuda", "device",
+         "device 'cuda' is not there: ", found == cudaSuccess ? "no GPU" : cudaGetErrorString(found),
+         " (driver supports CUDA ", driver / 1000, ".", driver % 1000 / 10, ", this build needs ", runtime / 1000, ".",
+         runtime % 1000 / 10, "); use device 'cpu'");
+  }
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  if (properties.major != 9 || properties.minor != 0)
+    fail("no_cuda", "device", "device 'cuda' is ", properties.name, " of compute capability ", properties.major, ".",
+         properties.minor, " and must be of 9.0 (H100, H200); use device 'cpu'");
+  check(cudaSetDevice(0), "cudaSetDevice");
+  cudaMemPool_t pool;
+  check(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
+  uint64_t keep = UINT64_MAX;  // freed blocks stay with the process, for the next step
+  check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
+  check(cudaHostAlloc(reinterpret_cast<void**>(&context.status), sizeof(Status), cudaHostAllocMapped), "cudaHostAlloc");
+  new (context.status) Status;
+  cudaStream_t made;
+  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
+  context.stream = made;
+  context.multiprocessors = properties.multiProcessorCount;
+  std::ostringstream text;
+  text << properties.name << ", " << properties.totalGlobalMem / (1024 * 1024 * 1024) << " GiB, CUDA " << driver / 1000
+       << "." << driver % 1000 / 10 << " driver, " << runtime / 1000 << "." << runtime % 1000 / 10 << " runtime";
+  context.about = text.str();
+  return context.about;
+}
+
+cudaStream_t stream() {
+  open();
+  return context.stream;
+}
+int multiprocessors() {
+  open();
+  return context.multiprocessors;
+}
+Status* status() {
+  open();
+  return context.status;
+}
+
+uint8_t* allocate(int64_t bytes) {
+  void* data = nullptr;
+  const cudaError_t result = cudaMallocAsync(&data, static_cast<size_t>(bytes < 1 ? 1 : bytes), stream());
+  if (result == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  check(result, "cudaMallocAsync");
+  return static_cast<uint8_t*>(data);
+}
+
+// Not checked: it runs in destructors, and a device that failed says so at the next wait.
+void release(uint8_t* data) {
+  if (data && context.stream) cudaFreeAsync(data, context.stream);
+}
+
+void fill(uint8_t* data, int value, int64_t bytes) {
+  if (bytes > 0) check(cudaMemsetAsync(data, value, static_cast<size_t>(bytes), stream()), "cudaMemsetAsync");
+}
+
+namespace {
+
+// One thread a byte of a guard.
+__global__ void check_bytes_kernel(const uint8_t* data, uint8_t value, int64_t count, Status* status) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count && data[i] != value) report(status, kDamaged, i, data[i], value);
+}
+
+}  // namespace
+
+void check_bytes(const uint8_t* data, int value, int64_t count) {
+  launch("check_bytes", check_bytes_kernel, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, data,
+         static_cast<uint8_t>(value), count, status());
+}
+
+void room(int64_t& held, int64_t& free) {
+  size_t free_bytes = 0, total = 0;
+  check(cudaMemGetInfo(&free_bytes, &total), "cudaMemGetInfo");
+  cudaMemPool_t pool;
+  check(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
+  uint64_t reserved = 0;
+  check(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved), "cudaMemPoolGetAttribute");
+  held = static_cast<int64_t>(reserved);
+  free = static_cast<int64_t>(free_bytes);
+}
+
+// From pageable memory the runtime stages the bytes before it returns.
+void copy_in(uint8_t* data, const void* bytes, int64_t count) {
+  if (count > 0)
+    check(cudaMemcpyAsync(data, bytes, static_cast<size_t>(count), cudaMemcpyHostToDevice, stream()),
+          "cudaMemcpyAsync");
+}
+
+struct Reading::State {
+  uint8_t* host = nullptr;
+  cudaEvent_t done = nullptr;
+  Status* status = nullptr;
+  std::vector<std::string> ops;
+};
+
+Reading::Reading(const uint8_t* data, int64_t bytes) : state_(new State) {
+  try {
+    check(cudaHostAlloc(reinterpret_cast<void**>(&state_->host), static_cast<size_t>(bytes < 1 ? 1 : bytes),
+                        cudaHostAllocDefault),
+          "cudaHostAlloc");
+    if (bytes > 0)
+      check(cudaMemcpyAsync(state_->host, data, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream()),
+            "cudaMemcpyAsync");
+    check(cudaEventCreateWithFlags(&state_->done, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate");
+    check(cudaEventRecord(state_->done, stream()), "cudaEventRecord");
+  } catch (...) {
+    if (state_->host) cudaFreeHost(state_->host);
+    delete state_;
+    throw;
+  }
+  state_->status = context.status;
+  state_->ops.swap(context.ops);
+}
+
+Reading::~Reading() {
+  cudaEventSynchronize(state_->done);
+  cudaEventDestroy(state_->done);
+  cudaFreeHost(state_->host);
+  delete state_;
+}
+
+void Reading::wait() { judge(cudaEventSynchronize(state_->done), state_->status, state_->ops); }
+const uint8_t* Reading::host() const { return state_->host; }
+
+void synchronize() {
+  const cudaError_t result = cudaStreamSynchronize(stream());
+  std::vector<std::string> ops;
+  ops.swap(context.ops);
+  judge(result, context.status, ops);
+}
+
+int64_t mark() {
+  cudaEvent_t event;
+  check(cudaEventCreate(&event), "cudaEventCreate");
+  context.marks.push_back(event);
+  check(cudaEventRecord(event, stream()), "cudaEventRecord");
+  return static_cast<int64_t>(context.marks.size()) - 1;
+}
+
+double elapsed(int64_t from, int64_t to) {
+  const int64_t count = static_cast<int64_t>(context.marks.size());
+  for (int64_t i : {from, to})
+    if (i < 0 || i >= count) fail("value", "mark", "mark ", i, " is not one of the ", count, " that were made");
+  float milliseconds = 0;
+  check(cudaEventSynchronize(context.marks[to]), "cudaEventSynchronize");
+  check(cudaEventElapsedTime(&milliseconds, context.marks[from], context.marks[to]), "cudaEventElapsedTime");
+  return milliseconds;
+}
+
+void forget_marks() {
+  for (cudaEvent_t event : context.marks) cudaEventDestroy(event);
+  context.marks.clear();
+}
+
+void launched(const char* op) {
+  if (context.ops.size() >= kKeptOps) context.ops.erase(context.ops.begin());
+  context.ops.emplace_back(op);
+  if (wait_after_every_op()) synchronize();
+}
+
+void close() {
+  if (!context.stream) return;
+  forget_marks();
+  cudaStreamSynchronize(context.stream);
+  cudaStreamDestroy(context.stream);
+  cudaFreeHost(context.status);
+  context = Context{};
+}
+
+}  // namespace coat::cuda

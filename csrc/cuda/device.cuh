@@ -1,0 +1,125 @@
+// What kernels share: the stream, launches that check, reductions over a block, loads and stores of 16 elements.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "../formula.h"
+#include "device.h"
+
+namespace coat::cuda {
+
+cudaStream_t stream();
+int multiprocessors();
+void check(cudaError_t result, const char* what);
+
+// The one way to start a kernel.
+template <class... Parameters, class... Given>
+void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, Given&&... given) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  if (shared > 48 * 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
+  kernel<<<grid, block, shared, stream()>>>(Parameters(given)...);
+  check(cudaGetLastError(), name);
+}
+
+// Blocks for `work` pieces of `per_block`, at most `waves` a multiprocessor: kernels walk the rest in strides of the
+// grid.
+inline unsigned blocks_for(int64_t work, int64_t per_block, int64_t waves = 16) {
+  const int64_t blocks = (work + per_block - 1) / per_block;
+  return static_cast<unsigned>(std::min<int64_t>(blocks, multiprocessors() * waves));
+}
+
+// Memory of one op, freed in stream order when it goes out of scope.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : data_(allocate(bytes < 1 ? 1 : bytes)) {
+    if (!data_) fail("out_of_memory", "device", "out of memory on cuda: requested ", bytes, " bytes of scratch");
+  }
+  ~Scratch() { release(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  uint8_t* data_;
+};
+
+// ---- reductions, in an order fixed by the size of the block ----
+
+template <class T>
+__device__ inline T warp_sum(T x) {
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+__device__ inline uint32_t warp_max(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// Sum over the block, in every thread. All threads must call it; blockDim.x is a multiple of 32, at most 1024.
+template <class T>
+__device__ inline T block_sum(T x) {
+  __shared__ T partial[32];
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : T(0);
+  return warp_sum(x);
+}
+__device__ inline uint32_t block_max(uint32_t x) {
+  __shared__ uint32_t partial[32];
+  x = warp_max(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0u;
+  return warp_max(x);
+}
+
+// Reports a broken rule; the first report stays.
+__device__ inline void report(Status* status, Fault fault, int64_t index, int64_t value, int64_t limit) {
+  if (atomicCAS_system(&status->fault, 0ull, static_cast<unsigned long long>(fault)) != 0ull) return;
+  status->fault_index = index;
+  status->fault_value = value;
+  status->fault_limit = limit;
+}
+
+// ---- 16 elements a thread: i is a multiple of 16 and all 16 lie inside the tensor and the row ----
+
+template <class View>
+__device__ inline void load16(const View& view, int64_t i, typename View::Open open, float (&x)[16]) {
+  using Code = std::remove_reference_t<decltype(*view.codes)>;
+  constexpr int kVectors = sizeof(Code);  // 16 elements of n bytes are n vectors of 16 bytes
+  union {
+    int4 vector[kVectors];
+    Code code[16];
+  } raw;
+  const int4* from = reinterpret_cast<const int4*>(view.codes + i);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) raw.vector[v] = from[v];
+  View held = view;
+  held.codes = raw.code;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) x[k] = held.load(k, open);
+}
+
+template <class View>
+__device__ inline void store16(const View& view, int64_t i, typename View::Sealed sealed, const float (&x)[16]) {
+  using Code = std::remove_reference_t<decltype(*view.codes)>;
+  constexpr int kVectors = sizeof(Code);
+  union {
+    int4 vector[kVectors];
+    Code code[16];
+  } raw;
+  View held = view;
+  held.codes = raw.code;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) held.store(k, sealed, x[k]);
+  int4* to = reinterpret_cast<int4*>(view.codes + i);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) to[v] = raw.vector[v];
+}
+
+}  // namespace coat::cuda

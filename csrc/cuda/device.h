@@ -1,0 +1,52 @@
+// The CUDA device as memory.cc, ops.cc and binding.cc see it: plain declarations, implemented by device.cu, or by
+// none.cc where CUDA is not compiled in.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "../tensor.h"
+
+namespace coat::cuda {
+
+// Throws no_cuda with what was found unless this thread can use a device of compute capability 9.0; says what it is.
+std::string open();
+// Memory in stream order. allocate returns null when the device has no room.
+uint8_t* allocate(int64_t bytes);
+void release(uint8_t* data);
+void fill(uint8_t* data, int value, int64_t bytes);
+// Reports kDamaged at the next wait unless `count` bytes at data have this value.
+void check_bytes(const uint8_t* data, int value, int64_t count);
+// Bytes of the device that the pool holds and that are free.
+void room(int64_t& held, int64_t& free);
+// Host to device: the host bytes may change when it returns.
+void copy_in(uint8_t* data, const void* bytes, int64_t count);
+// A copy to host memory, queued now. wait() may run on any thread, blocks, and throws what the device reported since
+// the last wait; then the bytes are at host().
+class Reading {
+ public:
+  Reading(const uint8_t* data, int64_t bytes);
+  ~Reading();
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+  void wait();
+  const uint8_t* host() const;
+
+ private:
+  struct State;
+  State* state_;
+};
+// Waits for everything that this thread queued.
+void synchronize();
+// Points in time of the device's own clock: mark() queues one and numbers it, elapsed() waits for both and gives the
+// milliseconds between them; the numbers start again after forget_marks().
+int64_t mark();
+double elapsed(int64_t from, int64_t to);
+void forget_marks();
+// Called after every op: remembers its name for errors; waits when COAT_SYNC=1.
+void launched(const char* op);
+// Counters that kernels of this thread write, readable at any time.
+Status* status();
+// Gives the stream of this thread back.
+void close();
+
+}  // namespace coat::cuda
