@@ -98,7 +98,7 @@ COAT_HD float log2_(float x) {
 template <int Mantissa, int Bias, uint32_t MaxBits, uint8_t NaNCode>
 struct Float8 {
   uint8_t code;
-  static constexpr float max() { return __builtin_bit_cast(float, MaxBits); }
+  static COAT_HD constexpr float max() { return __builtin_bit_cast(float, MaxBits); }
   static COAT_HD uint8_t encode(float x) {
 #ifdef __CUDA_ARCH__  // one instruction, the same rounding
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, Mantissa == 3 ? __NV_E4M3 : __NV_E5M2);

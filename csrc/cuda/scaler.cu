@@ -1,0 +1,33 @@
+// scaler: the largest magnitude of a tensor, and the scale that a tensor carries.
+#include "../ops.h"
+#include "lanes.cuh"
+
+namespace coat::cuda {
+namespace {
+
+// Bits of |x| order as integers, with NaN above Inf: one integer maximum says all. The grid walks the tensor, 4 vectors
+// of 16 bytes a thread in flight; *largest starts at 0. Reads x once.
+template <class X>
+__global__ void __launch_bounds__(kThreads) amax_kernel(X x, Rows rows, uint32_t* largest) {
+  const uint32_t most = largest_of<false>(x, rows);
+  if (threadIdx.x == 0 && most > 0) atomicMax(largest, most);
+}
+
+}  // namespace
+
+void amax(const amax_args& args) {
+  uint32_t* y = args.y.as<uint32_t>();
+  check(cudaMemsetAsync(y, 0, sizeof(uint32_t), stream()), "amax");
+  with("x", args.x, Views<F32, BF16, E4M3T, E5M2T, E4M3G16>{}, [&](const auto x) {
+    using X = std::remove_const_t<decltype(x)>;
+    const Rows rows = rows_of<X>(args.x);
+    launch("amax", amax_kernel<X>, largest_blocks(rows), kThreads, 0, x, rows, y);
+  });
+}
+
+void scale_of(const scale_of_args& args) {
+  check(cudaMemcpyAsync(args.y.data, args.x.scales<float>(), sizeof(float), cudaMemcpyDeviceToDevice, stream()),
+        "scale_of");
+}
+
+}  // namespace coat::cuda
