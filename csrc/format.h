@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 #ifdef __CUDACC__
+#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #endif
 
@@ -59,8 +60,8 @@ constexpr float kMinNormal = 1.17549435e-38f;  // 2^-126: no stored scale is sma
 COAT_HD float exp2_(float x) {
   const float c = x < -151.f ? -151.f : (x > 129.f ? 129.f : x);
   const float round = 12582912.f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-  const float n = (c + round) - round;
-  const float f = c - n;
+  const float shifted = c + round;
+  const float f = c - (shifted - round);
   float p = 1.52527338e-5f;
   p = fma_(p, f, 1.54035304e-4f);
   p = fma_(p, f, 1.33335581e-3f);
@@ -69,7 +70,8 @@ COAT_HD float exp2_(float x) {
   p = fma_(p, f, 2.40226507e-1f);
   p = fma_(p, f, 6.93147181e-1f);
   p = fma_(p, f, 1.f);
-  const int whole = static_cast<int>(n), half = whole >> 1;  // in two factors, so that subnormal results round once
+  const int whole = static_cast<int>(bits_of(shifted) - bits_of(round));  // no conversion: it is a slow instruction
+  const int half = whole >> 1;                                            // two factors: subnormal results round once
   return p * float_of(static_cast<uint32_t>(half + 127) << 23) *
          float_of(static_cast<uint32_t>(whole - half + 127) << 23);
 }
@@ -139,9 +141,13 @@ using E5M2 = Float8<2, 15, 0x47600000u, 0x7e>;  // max 57344
 struct BFloat16 {
   uint16_t code;
   static COAT_HD uint16_t encode(float x) {
+#ifdef __CUDA_ARCH__  // one instruction, the same rounding
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#else
     const uint32_t u = bits_of(x);
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
+#endif
   }
   static COAT_HD uint16_t encode_up(float x) {  // x >= 0: the smallest bf16 that is not below x
     return static_cast<uint16_t>((bits_of(x) + 0xffffu) >> 16);

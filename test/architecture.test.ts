@@ -65,7 +65,7 @@ describe('directions', () => {
 
   const below: Record<string, string[]> = {
     'csrc/tensor.h': [],
-    'csrc/format.h': ['tensor.h', 'cuda_fp8.h'], // the conversion instructions, where nvcc compiles
+    'csrc/format.h': ['tensor.h', 'cuda_bf16.h', 'cuda_fp8.h'], // the conversion instructions, where nvcc compiles
     'csrc/formula.h': ['format.h'],
     'csrc/contract.h': ['tensor.h', 'ops.def'],
     'csrc/memory.h': ['tensor.h'],
@@ -82,7 +82,7 @@ describe('directions', () => {
       const includes = includesOf(file)
       if (file !== 'csrc/binding.cc') expect(includes, file).not.toContain('napi.h')
       if (!file.startsWith('csrc/cuda/'))
-        for (const name of includes) expect(name, file).not.toMatch(/^cuda(?!_fp8\.h$|\/device\.h$)|^cub\//)
+        for (const name of includes) expect(name, file).not.toMatch(/^cuda(?!_(fp8|bf16)\.h$|\/device\.h$)|^cub\//)
       if (file.startsWith('csrc/cpu/')) for (const name of includes) expect(name, file).not.toMatch(/cuda/)
       if (file.startsWith('csrc/cuda/')) for (const name of includes) expect(name, file).not.toMatch(/cpu\//)
     }

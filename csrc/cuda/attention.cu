@@ -28,6 +28,24 @@ Sizes sizes_of(const Args& args) {
           args.causal != 0, args.scale};
 }
 
+// What a block works on: sequence, head and first row of its tile, from one index, since other axes of a grid are
+// short.
+struct Place {
+  int64_t b, head, first;
+  __device__ Place(int64_t T, int64_t heads, int rows) {
+    const int64_t tiles = (T + rows - 1) / rows, i = blockIdx.x;
+    first = i % tiles * rows;
+    head = i / tiles % heads;
+    b = i / tiles / heads;
+  }
+};
+
+unsigned grid_of(const char* op, int64_t T, int64_t heads, int64_t B, int rows) {
+  const int64_t blocks = (T + rows - 1) / rows * heads * B;
+  if (blocks > INT32_MAX) fail("shape", "qkv", op, " needs ", blocks, " blocks, and a grid has at most ", INT32_MAX);
+  return static_cast<unsigned>(blocks);
+}
+
 // A tile has R * 16 rows of D elements; the stride D + 1 keeps columns of 16 rows in 16 banks. Rows from T on are zero.
 template <int R, class View>
 __device__ void load_tile(const View& view, int64_t first, int64_t row, int64_t column, int64_t T, int64_t D,
@@ -113,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *q = shared, *k = q + tile, *v = k + tile, *p = v + tile;
   const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
-  const int64_t b = blockIdx.z, h = blockIdx.y, j = h / s.group, first = int64_t{blockIdx.x} * kRows;
+  const Place place(s.T, s.H, kRows);
+  const int64_t b = place.b, h = place.head, j = h / s.group, first = place.first;
   const int64_t base = b * s.T * s.row;
   load_tile<R>(qkv, first, s.row, base + s.q(h), s.T, s.D, q);
   float top[R], total[R], acc[R][C];
@@ -190,7 +209,8 @@ __global__ void __launch_bounds__(kThreads)
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *q = shared, *g = q + tile, *k = g + tile, *v = k + tile, *ds = v + tile;
   const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
-  const int64_t b = blockIdx.z, h = blockIdx.y, j = h / s.group, first = int64_t{blockIdx.x} * kRows;
+  const Place place(s.T, s.H, kRows);
+  const int64_t b = place.b, h = place.head, j = h / s.group, first = place.first;
   const int64_t base = b * s.T * s.row, outs = b * s.T * s.H * s.D + h * s.D;
   load_tile<R>(qkv, first, s.row, base + s.q(h), s.T, s.D, q);
   load_tile<R>(dout, first, s.H * s.D, outs, s.T, s.D, g);
@@ -232,7 +252,8 @@ __global__ void __launch_bounds__(kThreads)
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *k = shared, *v = k + tile, *q = v + tile, *g = q + tile, *p = g + tile;
   const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
-  const int64_t b = blockIdx.z, j = blockIdx.y, first = int64_t{blockIdx.x} * kRows;
+  const Place place(s.T, s.J, kRows);
+  const int64_t b = place.b, j = place.head, first = place.first;
   const int64_t base = b * s.T * s.row;
   load_tile<R>(qkv, first, s.row, base + s.k(j), s.T, s.D, k);
   load_tile<R>(qkv, first, s.row, base + s.v(j), s.T, s.D, v);
@@ -298,8 +319,7 @@ void attention_forward(const attention_forward_args& args) {
     with("out", args.out, Views<F32, BF16>{}, [&](const auto out) {
       with_tiles(s.D, [&](auto R, auto C) {
         constexpr int rows = R * kSide;
-        const dim3 grid(static_cast<unsigned>((s.T + rows - 1) / rows), static_cast<unsigned>(s.H),
-                        static_cast<unsigned>(B));
+        const unsigned grid = grid_of("attention_forward", s.T, s.H, B, rows);
         launch("attention_forward",
                attention_forward_kernel<R, C, std::remove_const_t<decltype(qkv)>, std::remove_const_t<decltype(out)>>,
                grid, kThreads, shared_bytes(rows, 3, s.D), qkv, out, args.lse.as<float>(), s);
@@ -325,13 +345,12 @@ void attention_backward(const attention_backward_args& args) {
         using DX = std::remove_const_t<decltype(dqkv)>;
         with_tiles(s.D, [&](auto R, auto C) {
           constexpr int rows = R * kSide;
-          const unsigned tiles = static_cast<unsigned>((s.T + rows - 1) / rows), batch = static_cast<unsigned>(B);
           const size_t shared = shared_bytes(rows, 4, s.D);
           const float *lse = args.lse.as<float>(), *mean = delta.as<float>();
           launch("attention_backward", attention_backward_kernel_q<R, C, G, X, DX>,
-                 dim3(tiles, static_cast<unsigned>(s.H), batch), kThreads, shared, dout, qkv, lse, mean, dqkv, s);
+                 grid_of("attention_backward", s.T, s.H, B, rows), kThreads, shared, dout, qkv, lse, mean, dqkv, s);
           launch("attention_backward", attention_backward_kernel_kv<R, C, G, X, DX>,
-                 dim3(tiles, static_cast<unsigned>(s.J), batch), kThreads, shared, dout, qkv, lse, mean, dqkv, s);
+                 grid_of("attention_backward", s.T, s.J, B, rows), kThreads, shared, dout, qkv, lse, mean, dqkv, s);
         });
       });
     });

@@ -97,6 +97,7 @@ void embedding_forward(const embedding_forward_args& args) {
 
 void embedding_backward(const embedding_backward_args& args) {
   const int64_t M = args.dy.shape.rows(), N = args.dy.shape.cols(), V = args.V;
+  if (M > INT32_MAX) fail("shape", "ids", "ids has ", M, " elements and must have at most ", INT32_MAX, " on cuda");
   if (V >= int64_t{1} << 31) fail("value", "V", "V is ", V, " and must be below 2^31");
   const bool whole = N % 16 == 0;
   Scratch keys(M * 4), sorted(M * 4), order(M * 4), tokens(M * 4);
