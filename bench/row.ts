@@ -206,26 +206,30 @@ function lines(rows: readonly Row[]): string {
     Object.entries(entries)
       .map(([name, value]) => `${name} ${value}`)
       .join(', ')
+  const base = rows.find(({ baseline }) => baseline)?.baseline?.name
   return markdownTable({
-    head: ['name', 'recipe or formats', 'shape', 'median', 'p20 to p80'],
+    head: ['name', 'recipe or formats', 'shape', 'median', 'p20 to p80', ...(base ? [`of ${base}`] : [])],
     rows: rows.map((row) => [
       row.name,
       row.recipe ?? words(row.formats),
       words(row.shape),
       showValue(row, row.median),
       `${showValue(row, row.p20)} to ${showValue(row, row.p80)}`,
+      ...(base ? [row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} %` : ''] : []),
     ]),
   })
 }
 
 const section = /(<!-- rows (\S+)(?: (\S+) (\S+))? -->\n)[\s\S]*?(<!-- end -->)/g
 
-/** A Markdown text with its sections `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->` filled from rows of those files. */
+/** A Markdown text with its sections `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->` filled from rows of those files; NAME
+ * begins their names, or is `*`. */
 export function fillSections(markdown: string, read: (file: string) => string): string {
   return markdown.replace(
     section,
     (_, start: string, file: string, name: string | undefined, metric: string | undefined, end: string) => {
-      const wanted = (row: Row) => name === undefined || (row.name.startsWith(name) && row.metric === metric)
+      const wanted = (row: Row) =>
+        name === undefined || ((name === '*' || row.name.startsWith(name)) && row.metric === metric)
       const rows = parseRows(read(file)).filter(wanted)
       return `${start}${markdownRows(rows)}\n${end}`
     },

@@ -71,7 +71,9 @@ describe('rows', () => {
 
   test('make a Markdown table', () => {
     const other = { ...row, formats: { x: 'bf16' }, baseline: { name: 'copy', median: 4 } }
-    expect(markdownRows([other]).split('\n')[2]).toBe('| add | x bf16 | threads 1, M 2 | 2 ms | 1.4 ms to 2.6 ms |')
+    expect(markdownRows([other]).split('\n')[2]).toBe(
+      '| add | x bf16 | threads 1, M 2 | 2 ms | 1.4 ms to 2.6 ms | 50 % |',
+    )
     const recipes = [
       { ...row, recipe: 'bf16', median: 4 },
       { ...row, recipe: 'coat', median: 3, baseline: { name: 'bf16', median: 4 } },
