@@ -167,7 +167,47 @@ void copy_in(uint8_t* data, const void* bytes, int64_t count) {
           "cudaMemcpyAsync");
 }
 
+namespace {
+
+// Page-locked memory for reads. Small blocks, such as those of losses, are kept: to lock and unlock pages waits for the
+// device.
+constexpr int64_t kSmall = 4096;
+struct Locked {
+  std::mutex mutex;
+  std::vector<uint8_t*> idle;
+};
+Locked& locked() {
+  static Locked* pool = new Locked;  // never destroyed: threads may end after static objects
+  return *pool;
+}
+
+uint8_t* lock_host(int64_t bytes) {
+  if (bytes <= kSmall) {
+    std::lock_guard guard(locked().mutex);
+    if (!locked().idle.empty()) {
+      uint8_t* block = locked().idle.back();
+      locked().idle.pop_back();
+      return block;
+    }
+  }
+  void* block = nullptr;
+  check(cudaHostAlloc(&block, static_cast<size_t>(std::max(bytes, kSmall)), cudaHostAllocDefault), "cudaHostAlloc");
+  return static_cast<uint8_t*>(block);
+}
+
+void unlock_host(uint8_t* block, int64_t bytes) {
+  if (bytes > kSmall) {
+    cudaFreeHost(block);
+    return;
+  }
+  std::lock_guard guard(locked().mutex);
+  locked().idle.push_back(block);
+}
+
+}  // namespace
+
 struct Reading::State {
+  int64_t bytes = 0;
   uint8_t* host = nullptr;
   cudaEvent_t done = nullptr;
   Status* status = nullptr;
@@ -175,17 +215,16 @@ struct Reading::State {
 };
 
 Reading::Reading(const uint8_t* data, int64_t bytes) : state_(new State) {
+  state_->bytes = bytes;
   try {
-    check(cudaHostAlloc(reinterpret_cast<void**>(&state_->host), static_cast<size_t>(bytes < 1 ? 1 : bytes),
-                        cudaHostAllocDefault),
-          "cudaHostAlloc");
+    state_->host = lock_host(bytes);
     if (bytes > 0)
       check(cudaMemcpyAsync(state_->host, data, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream()),
             "cudaMemcpyAsync");
     check(cudaEventCreateWithFlags(&state_->done, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate");
     check(cudaEventRecord(state_->done, stream()), "cudaEventRecord");
   } catch (...) {
-    if (state_->host) cudaFreeHost(state_->host);
+    // a copy may be under way: the block is given up rather than handed to another read
     delete state_;
     throw;
   }
@@ -196,7 +235,7 @@ Reading::Reading(const uint8_t* data, int64_t bytes) : state_(new State) {
 Reading::~Reading() {
   cudaEventSynchronize(state_->done);
   cudaEventDestroy(state_->done);
-  cudaFreeHost(state_->host);
+  unlock_host(state_->host, state_->bytes);
   delete state_;
 }
 
