@@ -265,4 +265,25 @@ Shape Contract::output_shape(const Argument& argument) const {
   return shape;
 }
 
+void check_row_not_empty(const Tensor& x) {
+  if (x.shape.cols() == 0) fail("shape", "x", "x ", text_of(x), " must have at least one column");
+}
+
+void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J) {
+  if (T < 1) fail("value", "T", "T is ", T, " and must be at least 1");
+  if (rows % T != 0) fail("value", "T", "T is ", T, " and must divide B*T = ", rows);
+  if (J < 1 || H % J != 0) fail("value", "J", "J is ", J, " and must divide H = ", H);
+}
+
+void check_rotation(int64_t D, int64_t direction) {
+  if (D % 2 != 0) fail("value", "D", "D is ", D, " and must be even, because rope turns pairs");
+  if (direction != 1 && direction != -1) fail("value", "direction", "direction is ", direction, " and must be 1 or -1");
+}
+
+void check_flat(const char* argument, const std::vector<Tensor>& states) {
+  for (const Tensor& t : states)
+    if (t.format.scaling == Scaling::run && t.shape.rows() != 1)
+      fail("shape", argument, argument, " ", text_of(t), " must have the shape [1, ", t.shape.numel(), "]");
+}
+
 }  // namespace coat

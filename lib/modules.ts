@@ -3,7 +3,16 @@ import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
 import { addGradient } from './tape.ts'
-import { type Device, type DeviceName, device, type Format, type GradientSink, scope, Tensor } from './tensor.ts'
+import {
+  type Device,
+  type DeviceName,
+  device,
+  type Format,
+  type GradientSink,
+  isScaled,
+  scope,
+  Tensor,
+} from './tensor.ts'
 
 const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   x: ['f32', 'bf16', 'e4m3/t'],
@@ -34,10 +43,6 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   { text: 'm and v must have one format', holds: ({ m, v }) => m === v },
   { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
 ]
-
-function isScaled(format: Format): boolean {
-  return format.includes('/')
-}
 
 /** A recipe by name, or one of the caller's: unknown names, axes, formats and illegal combinations are refused. */
 export function recipe(which: RecipeName | Recipe): Recipe {

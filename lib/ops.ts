@@ -1,7 +1,7 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import { CoatError, native } from './native.ts'
 import { remakeOf, Tape } from './tape.ts'
-import { type FloatFormat, type Format, Tensor, type TensorOptions } from './tensor.ts'
+import { type FloatFormat, type Format, isScaled, Tensor, type TensorOptions } from './tensor.ts'
 
 type Plain = 'f32' | 'bf16'
 
@@ -23,10 +23,6 @@ export interface LinearFormats {
 
 function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
   return inputs.some((input) => input?.requiresGrad) ? Tape.current : null
-}
-
-function isScaled(format: Format): boolean {
-  return format.includes('/')
 }
 
 /** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so; scales are per tensor. */

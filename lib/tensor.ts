@@ -6,6 +6,10 @@ import { type Bytes, CoatError, type DeviceKind, type MemoryUsage, native, type 
 export type Format = AnyFormat
 /** Formats of numbers, as against ids. */
 export type FloatFormat = Exclude<Format, 'i32'>
+/** Whether a format stores scales beside its codes. */
+export function isScaled(format: Format): boolean {
+  return format.includes('/')
+}
 export type Shape = readonly number[]
 
 /** Where tensors live. */

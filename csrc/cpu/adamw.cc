@@ -1,4 +1,5 @@
 // adamw: one pass over a list of parameters, run by run: decode moments, update, range, seal, store.
+#include "../contract.h"
 #include "../formula.h"
 #include "../ops.h"
 #include "rows.h"
@@ -31,12 +32,6 @@ struct Moment {
   }
 };
 
-// The runs of a state go on over the ends of rows: it has to be flat.
-void check_flat(const char* argument, const Tensor& t) {
-  if (t.format.scaling == Scaling::run && t.shape.rows() != 1)
-    fail("shape", argument, argument, " ", text_of(t), " must have the shape [1, ", t.shape.numel(), "]");
-}
-
 template <class V>
 void update(const AdamW& rule, float factor, const Tensor& p, const Tensor& master, const Tensor& g, const V& m_view,
             const V& v_view) {
@@ -62,14 +57,14 @@ void update(const AdamW& rule, float factor, const Tensor& p, const Tensor& mast
 }  // namespace
 
 void adamw(const adamw_args& args) {
+  check_flat("m", args.m);
+  check_flat("v", args.v);
   const float* clip = args.clip ? args.clip.as<float>() : nullptr;
   if (clip && clip[1] != 0.f) return;
   const AdamW rule{args.lr,  args.beta1,        args.gain1,    args.beta2,   args.gain2,
                    args.eps, args.weight_decay, args.correct1, args.correct2};
   for (size_t i = 0; i < args.p.size(); ++i) {
     const Tensor &m = args.m[i], &v = args.v[i];
-    check_flat("m", m);
-    check_flat("v", v);
     with("m", m, Views<F32, BF16, E4M3G128, E4M3X128>{}, [&](const auto m_view) {
       using V = std::remove_const_t<decltype(m_view)>;
       update(rule, clip ? clip[0] : 1.f, args.p[i], args.master.empty() ? Tensor{} : args.master[i], args.g[i], m_view,

@@ -1,5 +1,6 @@
 // attention: softmax(q k^T) v by blocks of keys, and its gradient. Queries are the lanes: scores lie as [key][query],
 // so softmax needs no horizontal sums and its result is at once a factor of the next product.
+#include "../contract.h"
 #include "../formula.h"
 #include "../ops.h"
 #include "gemm.h"
@@ -28,9 +29,7 @@ struct Sizes {
 template <class Args>
 Sizes sizes_of(const Args& args) {
   const int64_t rows = args.qkv.shape.dims[0];
-  if (args.T < 1) fail("value", "T", "T is ", args.T, " and must be at least 1");
-  if (rows % args.T != 0) fail("value", "T", "T is ", args.T, " and must divide B*T = ", rows);
-  if (args.J < 1 || args.H % args.J != 0) fail("value", "J", "J is ", args.J, " and must divide H = ", args.H);
+  check_heads(rows, args.T, args.H, args.J);
   return {rows / args.T,    args.T,    args.H, args.J, args.D, args.H / args.J, (args.H + 2 * args.J) * args.D,
           args.causal != 0, args.scale};
 }

@@ -1,4 +1,5 @@
 // layernorm: row by row, with or without weight and bias; mean and variance in FP64, everything else in FP32.
+#include "../contract.h"
 #include "../ops.h"
 #include "rows.h"
 

@@ -1,4 +1,5 @@
 // rmsnorm: row by row; the mean of squares in FP64, everything else in FP32.
+#include "../contract.h"
 #include "../ops.h"
 #include "rows.h"
 

@@ -1,4 +1,5 @@
 // rope: turns the pairs (i, i + D/2) of every query and key head by the angle of its position.
+#include "../contract.h"
 #include "../ops.h"
 #include "rows.h"
 
@@ -7,9 +8,7 @@ namespace coat::cpu {
 void rope(const rope_args& args) {
   const int64_t rows = args.qkv.shape.rows(), cols = args.qkv.shape.cols(), T = args.table.shape.rows();
   const int64_t half = args.D / 2;
-  if (args.D % 2 != 0) fail("value", "D", "D is ", args.D, " and must be even, because rope turns pairs");
-  if (args.direction != 1 && args.direction != -1)
-    fail("value", "direction", "direction is ", args.direction, " and must be 1 or -1");
+  check_rotation(args.D, args.direction);
   const float* table = args.table.as<float>();
   const float sign = static_cast<float>(args.direction);
   const Writer writer(args.qkv, {});

@@ -91,9 +91,6 @@ double sum_of(int64_t n, F&& f) {
 inline float inverse_deviation(double sum, int64_t n, float eps) {
   return static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));
 }
-inline void check_row_not_empty(const Tensor& x) {
-  if (x.shape.cols() == 0) fail("shape", "x", "x ", text_of(x), " must have at least one column");
-}
 
 // Sums over rows: body(row, sums) adds a row to `sums` [width], in FP32 within a chunk of kSumRows rows; the chunks
 // are added in order, in FP64.

@@ -1,6 +1,7 @@
 // adamw: one launch over the runs of a whole list of parameters: decode moments, update, range, seal, store.
 #include <vector>
 
+#include "../contract.h"
 #include "../formula.h"
 #include "../ops.h"
 #include "lanes.cuh"
@@ -91,15 +92,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     adamw_kernel(const Item<V>* list, int count, AdamW rule, const float* clip, Status* status) {
   if (clip && clip[1] != 0.f) return;
   const float factor = clip ? clip[0] : 1.f;
-  int low = 0, high = count - 1;  // the last parameter that begins at or before this block
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (list[middle].first_block <= blockIdx.x)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  const Item<V> item = list[low];
+  const Item<V> item = owner_of(list, count, &Item<V>::first_block, blockIdx.x);
   const uint8_t* source = item.master ? item.master : item.p;
   const bool source_narrow = !item.master && item.p_narrow;
   uint32_t infs = 0;
@@ -133,12 +126,6 @@ __global__ void __launch_bounds__(kWarps * 32)
   if constexpr (V::run != 0) count_infs_of_block(status, infs);
 }
 
-// The runs of a state go on over the ends of rows: it has to be flat.
-void check_flat(const char* argument, const Tensor& t) {
-  if (t.format.scaling == Scaling::run && t.shape.rows() != 1)
-    fail("shape", argument, argument, " ", text_of(t), " must have the shape [1, ", t.shape.numel(), "]");
-}
-
 // The parameters whose moments have the format of V.
 template <class V>
 void update(const adamw_args& args) {
@@ -165,8 +152,8 @@ void update(const adamw_args& args) {
 }  // namespace
 
 void adamw(const adamw_args& args) {
-  for (const Tensor& m : args.m) check_flat("m", m);
-  for (const Tensor& v : args.v) check_flat("v", v);
+  check_flat("m", args.m);
+  check_flat("v", args.v);
   update<F32>(args);
   update<BF16>(args);
   update<E4M3G128>(args);

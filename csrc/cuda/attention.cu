@@ -1,5 +1,6 @@
 // attention: tiles of queries against tiles of keys in shared memory, FP32 throughout; the online softmax forward, the
 // probabilities from the log-sum-exp backward. Correct for any T, D up to 256 and any grouping of heads.
+#include "../contract.h"
 #include "../ops.h"
 #include "device.cuh"
 
@@ -20,9 +21,7 @@ struct Sizes {
 template <class Args>
 Sizes sizes_of(const Args& args) {
   const int64_t rows = args.qkv.shape.rows();
-  if (args.T < 1) fail("value", "T", "T is ", args.T, " and must be at least 1");
-  if (rows % args.T != 0) fail("value", "T", "T is ", args.T, " and must divide B*T = ", rows);
-  if (args.J < 1 || args.H % args.J != 0) fail("value", "J", "J is ", args.J, " and must divide H = ", args.H);
+  check_heads(rows, args.T, args.H, args.J);
   if (args.D < 1 || args.D > 256) fail("value", "D", "D is ", args.D, " and must be from 1 to 256 on cuda");
   return {args.T,           args.H,    args.J, args.D, args.H / args.J, (args.H + 2 * args.J) * args.D,
           args.causal != 0, args.scale};

@@ -46,15 +46,7 @@ __device__ double squares_of(const Code* codes, int64_t begin, int64_t end) {
 
 // One block a chunk of a gradient of the list. Reads each gradient once; 8 bytes written a chunk.
 __global__ void __launch_bounds__(kThreads) grad_norm_kernel(const Gradient* list, int count, double* partial) {
-  int low = 0, high = count - 1;  // the last gradient that begins at or before this chunk
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (list[middle].first_chunk <= blockIdx.x)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  const Gradient g = list[low];
+  const Gradient g = owner_of(list, count, &Gradient::first_chunk, blockIdx.x);
   const int64_t begin = (blockIdx.x - g.first_chunk) * kChunk, end = min(g.n, begin + kChunk);
   const double sum = block_sum(g.narrow ? squares_of(reinterpret_cast<const BFloat16*>(g.data), begin, end)
                                         : squares_of(reinterpret_cast<const Float32*>(g.data), begin, end));

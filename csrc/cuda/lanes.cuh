@@ -215,4 +215,18 @@ Rows rows_of(const Tensor& x) {
 }
 inline unsigned largest_blocks(const Rows& rows) { return blocks_for(rows.total(), kThreads * 4, 8); }
 
+// The last member of a list whose pieces begin at or before `piece`; `first` names where its pieces begin.
+template <class Member>
+__device__ inline Member owner_of(const Member* list, int count, int64_t Member::*first, int64_t piece) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (list[middle].*first <= piece)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return list[low];
+}
+
 }  // namespace coat::cuda

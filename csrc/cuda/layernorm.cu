@@ -1,5 +1,6 @@
 // layernorm on the device, with or without weight and bias: a row in the registers of its threads; mean and variance in
 // FP64, everything else in FP32.
+#include "../contract.h"
 #include "../ops.h"
 #include "rows.cuh"
 

@@ -1,4 +1,5 @@
 // rmsnorm on the device: a row in the registers of its threads; the mean of squares in FP64, everything else in FP32.
+#include "../contract.h"
 #include "../ops.h"
 #include "rows.cuh"
 

@@ -1,4 +1,5 @@
 // rope on the device: turns the pairs (i, i + D/2) of every query and key head by the angle of its position, in place.
+#include "../contract.h"
 #include "../ops.h"
 #include "runs.cuh"
 
@@ -61,9 +62,7 @@ __global__ __launch_bounds__(kThreads) void rope_kernel(V qkv, const float* tabl
 void rope(const rope_args& args) {
   const int64_t rows = args.qkv.shape.rows(), cols = args.qkv.shape.cols(), T = args.table.shape.rows();
   const int64_t half = args.D / 2, heads = args.H + args.J;
-  if (args.D % 2 != 0) fail("value", "D", "D is ", args.D, " and must be even, because rope turns pairs");
-  if (args.direction != 1 && args.direction != -1)
-    fail("value", "direction", "direction is ", args.direction, " and must be 1 or -1");
+  check_rotation(args.D, args.direction);
   const bool whole = half % kPairs == 0;
   with("qkv", args.qkv, Views<F32, BF16>{}, [&](const auto qkv) {
     using V = std::remove_const_t<decltype(qkv)>;

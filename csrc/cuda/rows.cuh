@@ -120,9 +120,6 @@ __device__ inline const float* row_sums(double (&x)[K], Finish&& finish) {
   return totals;
 }
 
-inline void check_row_not_empty(const Tensor& x) {
-  if (x.shape.cols() == 0) fail("shape", "x", "x ", text_of(x), " must have at least one column");
-}
 // 1 / sqrt(sum / n + eps) for the rows of a norm; in FP64, where the square of no f32 overflows.
 __device__ inline float inverse_deviation(double sum, int64_t n, float eps) {
   return static_cast<float>(1.0 / sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));

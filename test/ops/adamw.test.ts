@@ -303,4 +303,14 @@ describe('adamw', () => {
     const [p, m] = [tensor('f32', [5, 7], new Float64Array(35)), tensor('e4m3/g128', [5, 7], new Float64Array(35))]
     expect(() => step(1, [p], [p], [m], [m], usual)).toThrow('adamw: m e4m3/g128[5, 7] must have the shape [1, 35]')
   })
+
+  it('a refused list changes none of its members', async () => {
+    const list = [tensor('f32', [1, 35], new Float64Array(35).fill(1)), tensor('f32', [5, 7], new Float64Array(35))]
+    const good = [zeros('e4m3/g128', 35), zeros('e4m3/g128', 35)]
+    const bad = tensor('e4m3/g128', [5, 7], new Float64Array(35))
+    const before = await Promise.all([...list, ...good].map(bytesOf))
+    const [first, second] = good as [Handle, Handle]
+    expect(() => step(1, list, list, [first, bad], [second, bad], usual)).toThrow(/m e4m3\/g128\[5, 7\] must have/)
+    expect(await Promise.all([...list, ...good].map(bytesOf))).toEqual(before)
+  })
 })
