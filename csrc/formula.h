@@ -6,9 +6,36 @@ namespace coat {
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-// Sums over rows (gradients of weights and biases) run in FP32 within so many rows, the chunks are added in FP64, in
-// order: part of the formula, because both backends must give the same bits.
+// Sums over rows (gradients of weights and biases) run in FP32 within chunks of kSumRows rows: kStrands sums a chunk,
+// row r of it going to sum r % kStrands, joined as join_strands does; the chunks are added in FP64, in order. Part of
+// the formula, because both backends must give the same bits.
 constexpr int64_t kSumRows = 128;
+constexpr int kStrands = 8;
+COAT_HD float join_strands(const float (&sum)[kStrands]) {
+  return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+}
+
+// Sums along a row (means of norms) run in FP32 within pieces of kPiece columns, which are added in FP64. Zeros behind
+// the end of a row change nothing.
+constexpr int kPiece = 16;
+COAT_HD double dot_piece(const float (&a)[kPiece], const float (&b)[kPiece]) {
+  float sum[4] = {a[0] * b[0], a[1] * b[1], a[2] * b[2], a[3] * b[3]};
+  for (int k = 4; k < kPiece; ++k) sum[k % 4] = fma_(a[k], b[k], sum[k % 4]);
+  return static_cast<double>((sum[0] + sum[2]) + (sum[1] + sum[3]));
+}
+COAT_HD double sum_piece(const float (&a)[kPiece]) {
+  float sum[4] = {a[0], a[1], a[2], a[3]};
+  for (int k = 4; k < kPiece; ++k) sum[k % 4] += a[k];
+  return static_cast<double>((sum[0] + sum[2]) + (sum[1] + sum[3]));
+}
+// Sum of squares. Where FP32 cannot hold them, in FP64, where the square of no f32 overflows.
+COAT_HD double square_piece(const float (&a)[kPiece]) {
+  const double sum = dot_piece(a, a);
+  if (sum >= 0x1p-80 && sum < 0x1p120) return sum;
+  double exact = 0;
+  for (int k = 0; k < kPiece; ++k) exact += static_cast<double>(a[k]) * static_cast<double>(a[k]);
+  return exact;
+}
 
 // e^x, for softmax and sigmoid.
 COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }

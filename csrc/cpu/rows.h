@@ -92,15 +92,19 @@ inline float inverse_deviation(double sum, int64_t n, float eps) {
   return static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));
 }
 
-// Sums over rows: body(row, sums) adds a row to `sums` [width], in FP32 within a chunk of kSumRows rows; the chunks
-// are added in order, in FP64.
+// Sums over rows: body(row, sums) adds a row to `sums` [width]; strands, chunks and their order as formula.h says.
 template <class Body>
 std::vector<float> sum_rows(int64_t rows, int64_t width, Body&& body) {
-  const int64_t chunk = kSumRows, chunks = (rows + chunk - 1) / chunk;
-  std::vector<float> partial(chunks * width, 0.f), total(width);
-  parallel(rows, chunk, [&](int64_t begin, int64_t end) {
-    float* sums = partial.data() + begin / chunk * width;
-    for (int64_t row = begin; row < end; ++row) body(row, sums);
+  const int64_t chunks = (rows + kSumRows - 1) / kSumRows;
+  std::vector<float> partial(chunks * width), total(width);
+  parallel(rows, kSumRows, [&](int64_t begin, int64_t end) {
+    std::vector<float> strands(kStrands * width, 0.f);
+    for (int64_t row = begin; row < end; ++row) body(row, strands.data() + (row - begin) % kStrands * width);
+    for (int64_t n = 0; n < width; ++n) {
+      float sum[kStrands];
+      for (int64_t s = 0; s < kStrands; ++s) sum[s] = strands[s * width + n];
+      partial[begin / kSumRows * width + n] = join_strands(sum);
+    }
   });
   for (int64_t n = 0; n < width; ++n) {
     double sum = 0;
