@@ -56,6 +56,7 @@ export interface OpBenchOptions {
 export async function opBench(cases: readonly OpCase[], options: OpBenchOptions): Promise<Row[]> {
   const copy = copyRow(options)
   const found = [copy]
+  if (options.device.kind === 'cuda') found.push(...(await readRows(options)))
   for (const one of cases) {
     options.announce?.(one.op)
     found.push(...(await measure(one, copy.median, options)))
@@ -64,7 +65,7 @@ export async function opBench(cases: readonly OpCase[], options: OpBenchOptions)
 }
 
 export function opTable(rows: readonly Row[]): Table {
-  const rates = rows.filter(({ metric }) => metric !== 'time')
+  const rates = rows.filter(({ metric, name }) => metric !== 'time' || name.startsWith('read/'))
   return {
     head: ['op', 'shape', 'formats', 'ms', 'median', 'p20', 'p80', 'unit', 'of copy'],
     rows: rates.map((row) => {
@@ -145,6 +146,38 @@ function repeatOnDevice(call: () => Handle[], budget: number): number[] {
   }
   native.forgetMarks()
   return times
+}
+
+/** A read behind some 20 ms of work: until the call returns, until the values are there, and the longest macrotask between. */
+async function readRows({ device, budget = 300 }: OpBenchOptions): Promise<Row[]> {
+  const work = native.random_uniform('f32', 2 ** 14, 2 ** 14, -1, 1, 1, device.kind)
+  const x = native.random_uniform('f32', 1, 2 ** 18, -1, 1, 1, device.kind)
+  const measured = { call: [] as number[], wait: [] as number[], macrotask: [] as number[] }
+  for (const end = performance.now() + budget; measured.call.length < 5 || performance.now() < end; ) {
+    for (let i = 0; i < 40; i++) native.free(native.convert(work, null, 'f32'))
+    const started = performance.now()
+    const reading = native.read(x)
+    measured.call.push(performance.now() - started)
+    let last = performance.now()
+    let longest = 0
+    let waiting = true
+    const turn = (): void => {
+      longest = Math.max(longest, performance.now() - last)
+      last = performance.now()
+      if (waiting) setImmediate(turn)
+    }
+    setImmediate(turn)
+    await reading
+    waiting = false
+    measured.wait.push(performance.now() - started)
+    measured.macrotask.push(longest)
+  }
+  native.free(work)
+  native.free(x)
+  const fields = { kind: 'op', metric: 'time', unit: 'ms', device: device.kind, shape: { n: 2 ** 18 } } as const
+  return Object.entries(measured).map(([name, times]) =>
+    makeRow({ ...fields, name: `read/${name}`, formats: { x: 'f32' } }, times),
+  )
 }
 
 function copyOnCpu({ device, budget = 300 }: OpBenchOptions): Row {
@@ -265,7 +298,7 @@ function argumentOf(
   return [list ? tensors.map(({ handle }) => handle) : tensors[0]?.handle]
 }
 
-/** The same distribution as valuesOf, made on the device: hundreds of millions of numbers would take JavaScript minutes. */
+/** Normal numbers, made on the device: hundreds of millions of them would take JavaScript minutes. */
 function randomOn(
   device: Device,
   name: string,
@@ -273,8 +306,10 @@ function randomOn(
   format: FloatFormat,
   seed: number,
 ): Tensor {
-  const [low, high] = name === 'rstd' ? [1, 2] : name === 'lse' ? [5, 6] : name === 'v' ? [0, 1] : [-1, 1]
-  const plain = native.random_uniform('f32', rows, cols, low, high, seed, device.kind)
+  const range = { rstd: [1, 2], lse: [5, 6], v: [0, 1] }[name] as [number, number] | undefined
+  const plain = range
+    ? native.random_uniform('f32', rows, cols, ...range, seed, device.kind)
+    : native.random_normal('f32', rows, cols, 0, 1, seed, device.kind)
   if (format === 'f32') return Tensor.own(plain).keep()
   const made = native.convert(plain, null, format)
   native.free(plain)

@@ -160,6 +160,11 @@ export const opCases: readonly OpCase[] = [
   swiglu('e4m3/g16', 'e4m3/t'),
   { op: 'swiglu_backward', sizes: { M: 4096, F: 512 }, formats: { dy: 'bf16', x: 'bf16', dx: 'bf16' } },
   { op: 'swiglu_backward', sizes: { M: 4096, F: 512 }, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'e5m2/t' } },
+  {
+    op: 'swiglu_backward',
+    sizes: { M: 4096, F: 512 },
+    formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'e5m2/t', twin: 'e5m2/t' },
+  },
   { op: 'gelu_forward', sizes: rows, formats: { x: 'e4m3/g16', y: 'e4m3/t' } },
   { op: 'gelu_backward', sizes: rows, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'bf16' } },
   { op: 'rope', sizes: attention, formats: { qkv: 'bf16', table: 'f32' }, numbers: { direction: 1 } },

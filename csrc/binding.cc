@@ -542,7 +542,8 @@ Napi::Value table_object(const Napi::CallbackInfo& info) {
     for (const auto& name : op.only_names) names.Set(names.Length(), name);
     for (const auto& combination : op.only_words) {
       auto legal = Napi::Array::New(env);
-      for (const auto& format : combination) legal.Set(legal.Length(), word_of(format));
+      for (const auto& format : combination)
+        legal.Set(legal.Length(), format ? Napi::Value(Napi::String::New(env, word_of(*format))) : env.Null());
       words.Set(words.Length(), legal);
     }
     only.Set("names", names);

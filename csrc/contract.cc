@@ -82,8 +82,9 @@ struct OpBuilder {
   OpBuilder& only(const char* names, const char* words) {
     op.only_names = words_of(names);
     for (const auto& row : words_of(words)) {
-      std::vector<Format> formats;
-      for (const auto& word : words_of(row, ':')) formats.push_back(parse_format(word, "ONLY"));
+      std::vector<std::optional<Format>> formats;
+      for (const auto& word : words_of(row, ':'))
+        formats.push_back(word == "-" ? std::optional<Format>() : parse_format(word, "ONLY"));
       op.only_words.push_back(formats);
     }
     return *this;
@@ -239,7 +240,12 @@ void Contract::list_item(const Argument& argument, int64_t index, const Tensor& 
 
 void Contract::output_format(const Argument& argument, const Format& format) {
   check_format(argument, format, argument.name + " " + word_of(format));
+  remember(argument, format, 0);
 }
+
+namespace {
+std::string word_or_none(const std::optional<Format>& format) { return format ? word_of(*format) : "none"; }
+}  // namespace
 
 void Contract::finish() {
   for (size_t item = 0; item < only_seen_.size(); ++item) {
@@ -248,10 +254,10 @@ void Contract::finish() {
     for (const auto& row : op_.only_words) legal = legal || row == only_seen_[item];
     if (legal) continue;
     for (size_t i = 0; i < op_.only_names.size(); ++i)
-      seen += (i ? ", " : "") + op_.only_names[i] + " " + word_of(only_seen_[item][i]);
+      seen += (i ? ", " : "") + op_.only_names[i] + " " + word_or_none(only_seen_[item][i]);
     for (const auto& row : op_.only_words) {
       rows += rows.empty() ? "" : "; ";
-      for (size_t i = 0; i < row.size(); ++i) rows += (i ? ", " : "") + word_of(row[i]);
+      for (size_t i = 0; i < row.size(); ++i) rows += (i ? ", " : "") + word_or_none(row[i]);
     }
     fail("format", op_.only_names[0], seen,
          op_.only_words.empty() ? "" : " is not a combination of this op, which has: ", rows);

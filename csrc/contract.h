@@ -1,5 +1,6 @@
 // The rules of ops.def applied to one call: formats, dims, device, shapes of outputs. The table is parsed once.
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -58,8 +59,8 @@ struct Op {
   }
   std::string family, name, doc;
   std::vector<Argument> arguments;
-  std::vector<std::string> only_names;          // arguments whose formats are bound to each other …
-  std::vector<std::vector<Format>> only_words;  // … and the legal combinations
+  std::vector<std::string> only_names;                         // arguments whose formats are bound to each other …
+  std::vector<std::vector<std::optional<Format>>> only_words;  // … and the legal combinations; none: absent
 };
 
 // ops.def, parsed at first use.
@@ -116,7 +117,7 @@ class Contract {
   int64_t length_ = -1;
   std::string length_by_;
   Letter letters_[26];
-  std::vector<std::vector<Format>> only_seen_;  // [item of the lists][argument of ONLY]
+  std::vector<std::vector<std::optional<Format>>> only_seen_;  // [item of the lists][argument of ONLY]
 };
 
 // Rules of single ops that formats and letters cannot say. Both backends ask before they change anything.

@@ -40,21 +40,37 @@ COAT_HD double square_piece(const float (&a)[kPiece]) {
 // e^x, for softmax and sigmoid.
 COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }
 
-COAT_HD float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }
+// What the formulas below are made of. The device has a faster stand-in, see cuda/near.cuh.
+struct Exact {
+  static COAT_HD float exp(float x) { return exp_(x); }
+  static COAT_HD float inverse(float x) { return 1.f / x; }
+};
 
-// SwiGLU: silu(gate) * up, and the gradients for gate and up.
-COAT_HD float swiglu(float gate, float up) { return sigmoid_(gate) * gate * up; }
-COAT_HD void swiglu_gradient(float gate, float up, float dy, float& dgate, float& dup) {
-  const float s = sigmoid_(gate);
+template <class By = Exact>
+COAT_HD float sigmoid_(float x) {
+  return By::inverse(1.f + By::exp(-x));
+}
+
+// SwiGLU: silu(gate) * up, and the gradients for gate and up; the latter returns sigmoid(gate).
+template <class By = Exact>
+COAT_HD float swiglu(float gate, float up) {
+  return sigmoid_<By>(gate) * gate * up;
+}
+template <class By = Exact>
+COAT_HD float swiglu_gradient(float gate, float up, float dy, float& dgate, float& dup) {
+  const float s = sigmoid_<By>(gate);
   dup = dy * (s * gate);
   dgate = dy * up * (s * fma_(gate, 1.f - s, 1.f));
+  return s;
 }
 
 // Phi(x) = erfc(-x / sqrt 2) / 2, the normal distribution function. erfc(z) e^(z^2) is a polynomial in 1 / (1 + z / 2),
 // fitted for relative error below 2e-7 on [0, 10].
-COAT_HD float normal_cdf(float x) {
+// Here Phi(-|x|).
+template <class By = Exact>
+COAT_HD float normal_tail(float x) {
   const float z = abs_(x) * 0.707106781f;
-  const float t = 1.f / fma_(z, 0.5f, 1.f);
+  const float t = By::inverse(fma_(z, 0.5f, 1.f));
   float p = -0.0550492521f;
   p = fma_(p, t, 0.263893274f);
   p = fma_(p, t, -0.441456901f);
@@ -65,7 +81,10 @@ COAT_HD float normal_cdf(float x) {
   p = fma_(p, t, 0.281097736f);
   p = fma_(p, t, 0.282221458f);
   p = fma_(p, t, -6.0152955e-06f);
-  const float tail = 0.5f * p * exp_(-z * z);
+  return 0.5f * p * By::exp(-z * z);
+}
+COAT_HD float normal_cdf(float x) {
+  const float tail = normal_tail(x);
   return x < 0.f ? tail : (x >= 0.f ? 1.f - tail : x);
 }
 

@@ -31,8 +31,8 @@ export interface NativeOps {
   layernorm_backward(dy: Handle, x: Handle, w: Handle | null, mean: Handle, rstd: Handle, dx: 'f32' | 'bf16', dw: 'f32' | 'bf16' | null, db: 'f32' | 'bf16' | null): [dx: Handle, dw: Handle | null, db: Handle | null]
   /** y = silu(gate) * up with gate = x[:, :F], up = x[:, F:]; scale, if given, is the per-tensor scale of y. x [M, 2*F], scale [1], y [M, F]. */
   swiglu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
-  /** dx = [dy * up * silu'(gate), dy * silu(gate)]. dy [M, F], x [M, 2*F], dx [M, 2*F]. */
-  swiglu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t'): Handle
+  /** dx = [dy * up * silu'(gate), dy * silu(gate)]; twin = transpose of dx, the same codes. dy [M, F], x [M, 2*F], dx [M, 2*F], twin [2*F, M]. */
+  swiglu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t', twin: 'e5m2/t' | null): [dx: Handle, twin: Handle | null]
   /** y = x * Phi(x), the exact (erf) form; scale, if given, is the per-tensor scale of y. x [M, N], scale [1], y [M, N]. */
   gelu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
   /** dx = dy * (Phi(x) + x * phi(x)). dy [M, N], x [M, N], dx [M, N]. */

@@ -70,7 +70,7 @@ export interface OpEntry {
   name: string
   doc: string
   arguments: OpArgument[]
-  only: { names: string[]; combinations: AnyFormat[][] }
+  only: { names: string[]; combinations: (AnyFormat | null)[][] }
 }
 
 /** The addon: the ops of the table and what holds their tensors. */

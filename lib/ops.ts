@@ -1,4 +1,5 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
+import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import { remakeOf, Tape } from './tape.ts'
 import { type FloatFormat, type Format, isScaled, Tensor, type TensorOptions } from './tensor.ts'
@@ -131,23 +132,35 @@ export interface ActivationFormats {
   dx: Plain | 'e5m2/t'
 }
 
-/** silu(gate) · up: x = [gate | up] [M, 2F] → [M, F]. */
+/** silu(gate) · up: x = [gate | up] [M, 2F] → [M, F]. A quantized gradient comes with the transpose that its GEMM reads. */
 export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
-  return activation('swiglu', x, formats)
+  const twin = formats.dx === 'e5m2/t' ? formats.dx : null
+  return activation('swiglu', native.swiglu_forward, x, formats, (dy, x) => {
+    const [handle, turned] = native.swiglu_backward(dy, x, formats.dx, twin)
+    const dx = Tensor.own(handle)
+    if (turned !== null) dx.adoptTwin(turned, 'e5m2/t transposed')
+    return dx
+  })
 }
 
 /** x Φ(x), the exact GELU: [M, N] → [M, N]. */
 export function gelu(x: Tensor, formats: ActivationFormats): Tensor {
-  return activation('gelu', x, formats)
+  return activation('gelu', native.gelu_forward, x, formats, (dy, x) =>
+    Tensor.own(native.gelu_backward(dy, x, formats.dx)),
+  )
 }
 
-function activation(op: 'swiglu' | 'gelu', x: Tensor, formats: ActivationFormats): Tensor {
-  const forward = native[`${op}_forward`]
-  const backward = native[`${op}_backward`]
+function activation(
+  name: string,
+  forward: (x: Handle, scale: Handle | null, y: ActivationFormats['y']) => Handle,
+  x: Tensor,
+  formats: ActivationFormats,
+  backward: (dy: Handle, x: Handle) => Tensor,
+): Tensor {
   const xs = x.as(formats.x)
   const y = Tensor.own(forward(xs.handle, null, formats.y))
   const tape = recordedBy(x)
-  tape?.push(op, [x], y, [xs], (dy, [xs]) => [Tensor.own(backward(dy.handle, (xs as Tensor).handle, formats.dx))])
+  tape?.push(name, [x], y, [xs], (dy, [xs]) => [backward(dy.handle, (xs as Tensor).handle)])
   if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
     y.remake = remakeOf(y, [xs], ([from], scale) => forward((from as Tensor).handle, scale, 'e4m3/t'))
   return y

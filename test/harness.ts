@@ -366,6 +366,15 @@ function verify(
 
 // ---- gradients of references ----
 
+/** Bytes that an op makes of many random elements: the same on both devices. */
+export function checkSame(title: string, run: (device: DeviceKind) => readonly (Handle | null)[]): void {
+  it.skipIf(!present('cuda'))(`${title}: the same bytes on cuda as on the cpu`, async () => {
+    const [expected, actual] = devices.map((device) => own(run(device))) as [Handle[], Handle[]]
+    for (const [i, handle] of expected.entries())
+      expect(Buffer.compare(await bytesOf(handle), await bytesOf(actual[i] as Handle))).toBe(0)
+  })
+}
+
 export interface GradientCheck {
   numbers: Record<string, number>
   /** Rows and columns of each input. */

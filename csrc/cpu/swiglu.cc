@@ -24,6 +24,11 @@ void swiglu_backward(const swiglu_backward_args& args) {
     const float *gate = buffer.data(), *up = gate + F, *dy = up + F;
     for (int64_t i = 0; i < F; ++i) swiglu_gradient(gate[i], up[i], dy[i], out[i], out[F + i]);
   });
+  if (!args.twin) return;
+  convert_transposed_args turned;
+  turned.x = args.dx;
+  turned.y = args.twin;
+  convert_transposed(turned);
 }
 
 }  // namespace coat::cpu

@@ -36,6 +36,7 @@ struct Pack {
     Word word[kWords];
     Code code[Count];
     Pair pair[kBytes / sizeof(Pair)];
+    uint32_t quad[kBytes / 4];
   };
   uint16_t scale = 0;  // that of the run, undecoded: nothing waits for it at the fetch
 
@@ -77,6 +78,9 @@ struct Pack {
       else
         pair[k / 2] = encode_pair<Code>(x[k] * sealed.inverse, x[k + 1] * sealed.inverse);
     }
+    store(view, i);
+  }
+  __device__ void store(const View& view, int64_t i) const {
     Word* to = reinterpret_cast<Word*>(view.codes + i);
 #pragma unroll
     for (int k = 0; k < kWords; ++k) to[k] = word[k];
@@ -164,6 +168,19 @@ class Output {
     for (int k = 0; k < kRun; ++k)
       if (k < count) y_.store(i + k, sealed, x[k]);
   }
+  // For values that come in units of the scale; not for formats with runs.
+  __device__ float inverse() const {
+    if constexpr (kScaling == Scaling::tensor) return sealed_.inverse;
+    return 1.f;
+  }
+  __device__ void put_codes(int64_t i, const Pack<Y, kRun>& pack) { pack.store(y_, i); }
+  __device__ float scale() const { return *y_.scale; }  // in the thread that wrote it
+  // Returns the code.
+  __device__ auto put_one(int64_t i, float x) {
+    if constexpr (kScaling == Scaling::tensor) infs_ += abs_(x) == kInf ? 1u : 0u;
+    y_.store(i, sealed_, x);
+    return y_.codes[i].code;
+  }
   __device__ void close() {
     if constexpr (kScaling != Scaling::none) {
       if (!__syncthreads_or(infs_ != 0)) return;
@@ -198,6 +215,7 @@ template <>
 class Output<Measured> {
  public:
   explicit Output(uint32_t* max) : max_(max) {}
+  uint32_t* max() const { return max_; }
   __device__ void open() { seen_ = 0; }
   __device__ void put(int64_t, int64_t, const float (&x)[kRun]) {
     const uint32_t largest = range_of(x).max;

@@ -1,7 +1,7 @@
 // gelu, the exact form, against its formula in float64.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { checkGradient, checkOp, own, read, sizes, tensor } from '../harness.ts'
+import { checkGradient, checkOp, checkSame, own, read, sizes, tensor } from '../harness.ts'
 import { type Given, matrix } from '../values.ts'
 
 const density = (x: number) => Math.exp((-x * x) / 2) / Math.sqrt(2 * Math.PI)
@@ -48,6 +48,18 @@ describe('gelu', () => {
     backward,
     gradients: { dx: 'x' },
   })
+
+  // x beyond -12 among them, where the fast unit of the device does not hold
+  for (const std of [0.01, 1, 5])
+    checkSame(`gelu of a million elements, deviation ${std}`, (device) => {
+      const x = own(native.random_normal('f32', 600, 2048, 0, std, 1, device))
+      const dy = own(native.random_normal('bf16', 600, 2048, 0, 1e-3, 2, device))
+      const saved = own(native.convert(x, null, 'e4m3/g16'))
+      return [
+        ...(['bf16', 'e4m3/t'] as const).map((y) => native.gelu_forward(saved, null, y)),
+        ...(['bf16', 'e5m2/t'] as const).map((dx) => native.gelu_backward(dy, saved, dx)),
+      ]
+    })
 
   it('gelu_forward has the known values', async () => {
     const y = await read(own(native.gelu_forward(tensor('f32', [1, 4], [1, -1, 3, -6]), null, 'f32')))

@@ -1,0 +1,167 @@
+// Nearly first, exactly where it matters. The exact formulas take more instructions than the memory leaves time for;
+// the special function unit gives them within a known error. That is enough to tell the code of almost every element:
+// where the whole interval of the error has one code, the exact value has it too. And it is enough to tell which few
+// elements can be the largest of a tensor. The others are computed exactly, so that every bit is what the exact formula
+// gives.
+#pragma once
+#include "runs.cuh"
+
+namespace coat::cuda {
+
+// Exact of formula.h through the special function unit.
+struct Near {
+  static __device__ float exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2E));
+    return y;
+  }
+  static __device__ float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+};
+// Largest error of SwiGLU and its gradient by Near, relative to the sum of the magnitudes of its terms: more than twice
+// what is found over all arguments in the ranges that the kernels allow (2^-21.4; GELU has 2^-20.7, so twice this is
+// its). It holds where nothing on the way is subnormal.
+constexpr float kNearError = 0x1p-20f;
+
+// Element i of x, in run b.
+template <class X>
+__device__ inline float load_one(const X& x, int64_t i, int64_t b) {
+  return x.load(i, x.open(b));
+}
+
+// A bound for the magnitudes of a run: by its scale, else by looking at all of them, NaN aside.
+template <class View>
+__device__ inline float reach_of(const Pack<View, kRun>& pack, const float (&x)[kRun]) {
+  float reach = 0.f;
+  if constexpr (View::run != 0) {
+    reach = abs_(BFloat16::decode(pack.scale)) * CodeOf<View>::max();
+  } else {
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) reach = fmaxf(reach, abs_(x[k]));
+  }
+  return reach;
+}
+// The same of a run in memory: elements from i on, run b.
+template <class View>
+__device__ inline float reach_of(const View& view, int64_t i, int64_t b) {
+  Pack<View, kRun> pack;
+  float x[kRun];
+  if constexpr (View::run != 0) {
+    pack.scale = view.scale[b];
+  } else {
+    pack.fetch(view, i, b);
+    pack.unpack(view, x);
+  }
+  return reach_of(pack, x);
+}
+// The smallest of a run, or less.
+__device__ inline float lowest_of(float reach, float limit, const float (&x)[kRun]) {
+  if (reach < -limit) return -reach;
+  float lowest = kInf;
+#pragma unroll
+  for (int k = 0; k < kRun; ++k) lowest = fminf(lowest, x[k]);
+  return lowest;
+}
+
+// Tells subnormals, whose error is larger, from zeros: no less than kSmallest where neither value is one.
+constexpr uint32_t kSmallest = 2 * 0x08000000u;
+__device__ inline uint32_t smallest_of(float a, float b) { return min(2 * bits_of(a) - 1, 2 * bits_of(b) - 1); }
+
+template <class Y>
+constexpr bool kHasNear = std::is_same_v<Y, BF16> || Y::format().scaling == Scaling::tensor;
+
+// Codes of two values in units of the scale, given the ends of what each can be. Not 0 if the ends have other codes.
+template <class Code, class Pair>
+__device__ inline uint32_t encode_near(const float (&low)[2], const float (&high)[2], Pair& codes) {
+  codes = encode_pair<Code>(high[0], high[1]);
+  return codes ^ encode_pair<Code>(low[0], low[1]);
+}
+// 16 values that come with an error relative to themselves, not yet in units of the scale; returns whether all codes
+// are certain.
+template <class Y>
+__device__ inline bool encode_near(Pack<Y, kRun>& pack, const float (&x)[kRun], float error, float inverse) {
+  const float less = inverse - inverse * error, more = fma_(inverse, error, inverse);
+  uint32_t differ = 0, least = ~0u;
+#pragma unroll
+  for (int k = 0; k < kRun; k += 2) {
+    differ |= encode_near<CodeOf<Y>>({x[k] * less, x[k + 1] * less}, {x[k] * more, x[k + 1] * more}, pack.pair[k / 2]);
+    if constexpr (std::is_same_v<Y, BF16>) least = min(least, smallest_of(x[k], x[k + 1]));
+  }
+  return differ == 0 && least >= kSmallest;
+}
+// Scales for which a value that was rounded as a subnormal is far below the smallest code.
+__device__ inline bool is_near_scale(float inverse) { return inverse < 0x1p80f; }
+
+// use(row, col) for every element of the runs that lanes of the warp ask for, 16 lanes at work. All lanes must call it.
+template <class Use>
+__device__ inline void do_together(bool asked, int64_t row, int64_t run, Use&& use) {
+  const int lane = threadIdx.x % 32;
+  for (uint32_t todo = __ballot_sync(0xffffffffu, asked); todo != 0; todo &= todo - 1) {
+    const int from = __ffs(static_cast<int>(todo)) - 1;
+    const int64_t its_row = __shfl_sync(0xffffffffu, row, from), its_run = __shfl_sync(0xffffffffu, run, from);
+    if (lane < kRun) use(its_row, its_run * kRun + lane);
+  }
+}
+
+// The bits of the largest finite value over [rows, runs], merged into *max, by bounds: bound(row, run, known) is no
+// less than any finite value of the run, or anything below `known` if that is, and runs that cannot matter are not
+// computed. value(range, row, col) adds those of one element. A warp computes the few runs that can matter together,
+// the most promising first; where many remain, every lane its own. blockDim.x is kSearchThreads.
+constexpr int kSearchThreads = 256, kSearchAhead = 4, kSearchRounds = 4, kSearchMany = 8;
+// A bound may be the formula at the largest argument of the run: in coded runs other arguments are whole codes away, in
+// f32 they can lie so near that a rounding puts their value above by a hair.
+template <class X>
+constexpr float kBoundSlack = std::is_same_v<X, F32> ? 1.f + 0x1p-20f : 1.f;
+constexpr float kNearSlack = 1.f + 0x1p-16f;  // for a formula of Near
+template <class Bound, class Value>
+__device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, Bound&& bound, Value&& value) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  __shared__ uint32_t best;
+  if (threadIdx.x == 0) best = atomicMax(max, 0u);
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  Walk at(rows, runs);
+  while (__any_sync(kAll, at.more())) {
+    int64_t row[kSearchAhead], run[kSearchAhead];
+    uint32_t most[kSearchAhead];
+    const uint32_t before = __shfl_sync(kAll, lane == 0 ? atomicMax(&best, 0u) : 0u, 0);
+    uint32_t known = before;
+#pragma unroll
+    for (int u = 0; u < kSearchAhead; ++u) {
+      row[u] = at.row, run[u] = at.run;
+      // bits order like the values; a bound of NaN stands above all
+      most[u] = at.more() ? bits_of(bound(at.row, at.run, float_of(known))) : 0u;
+      at.next();
+    }
+#pragma unroll
+    for (int u = 0; u < kSearchAhead; ++u) {
+      for (int round = 0;; ++round) {
+        const uint32_t asking = __ballot_sync(kAll, most[u] > known);
+        if (asking == 0) break;
+        Range range;
+        if (round >= kSearchRounds && __popc(asking) >= kSearchMany) {
+          if (most[u] > known) {
+#pragma unroll 1
+            for (int k = 0; k < kRun; ++k) value(range, row[u], run[u] * kRun + k);
+          }
+          most[u] = 0;
+        } else {
+          const uint32_t top = warp_max(most[u] > known ? most[u] : 0u);
+          const int from = __ffs(static_cast<int>(__ballot_sync(kAll, most[u] == top))) - 1;
+          const int64_t its_row = __shfl_sync(kAll, row[u], from), its_run = __shfl_sync(kAll, run[u], from);
+          if (lane < kRun) value(range, its_row, its_run * kRun + lane);
+          if (lane == from) most[u] = 0;
+        }
+        known = ::max(known, warp_max(range.max));
+      }
+    }
+    if (lane == 0 && known > before) atomicMax(&best, known);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) atomicMax(max, best);
+}
+
+}  // namespace coat::cuda
