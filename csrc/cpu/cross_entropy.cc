@@ -14,6 +14,24 @@ void check_targets(const Tensor& targets, int64_t V, int64_t ignore) {
            " (ignored) or at least 0 and less than V = ", V);
 }
 
+// The largest of x, NaN if any is.
+float largest_of(const float* x, int64_t pieces) {
+  float top[kPiece];
+  uint32_t bad[kPiece] = {};
+  std::fill(top, top + kPiece, -kInf);
+  for (int64_t i = 0; i < pieces * kPiece; i += kPiece)
+    for (int k = 0; k < kPiece; ++k) {
+      top[k] = x[i + k] > top[k] ? x[i + k] : top[k];
+      bad[k] |= mask_of(x[i + k] != x[i + k]);
+    }
+  float largest = top[0];
+  for (int k = 0; k < kPiece; ++k) {
+    if (bad[k] != 0) return kNaN;
+    largest = top[k] > largest ? top[k] : largest;
+  }
+  return largest;
+}
+
 }  // namespace
 
 void cross_entropy_forward(const cross_entropy_forward_args& args) {
@@ -23,14 +41,18 @@ void cross_entropy_forward(const cross_entropy_forward_args& args) {
   float* lse = args.lse.as<float>();
   std::vector<double> losses(M, 0.0);
   parallel(M, rows_of_chunk(V), [&](int64_t begin, int64_t end) {
-    std::vector<float> x(V);
+    // what stands behind the last column adds no more than e^kSoftmaxLow
+    const int64_t pieces = (V + kPiece - 1) / kPiece;
+    std::vector<float> x(pieces * kPiece, -kInf);
     for (int64_t m = begin; m < end; ++m) {
       read_row(args.logits, m, x.data());
-      float top = -kInf;
-      for (int64_t v = 0; v < V; ++v) top = x[v] > top ? x[v] : top;
-      const float reference = top > -kInf ? top : 0.f;
-      const double sum = sum_of(V, [&](int64_t v) { return exp_(x[v] - reference); });
-      lse[m] = reference + kLn2 * log2_(static_cast<float>(sum));
+      const float top = largest_of(x.data(), pieces), reference = softmax_reference(top);
+      const double sum = sum_of(pieces, [&](int64_t piece) {
+        float term[kPiece];
+        for (int k = 0; k < kPiece; ++k) term[k] = softmax_term(x[piece * kPiece + k], reference);
+        return sum_piece(term);
+      });
+      lse[m] = softmax_lse(top, sum);
       if (target[m] != args.ignore) losses[m] = static_cast<double>(lse[m]) - static_cast<double>(x[target[m]]);
     }
   });
@@ -50,7 +72,7 @@ void cross_entropy_backward(const cross_entropy_backward_args& args) {
       return;
     }
     read_row(args.logits, m, out);
-    for (int64_t v = 0; v < V; ++v) out[v] = exp_(out[v] - lse[m]);
+    for (int64_t v = 0; v < V; ++v) out[v] = softmax_(out[v], lse[m]);
     out[target[m]] -= 1.f;
     for (int64_t v = 0; v < V; ++v) out[v] *= factor;
   });

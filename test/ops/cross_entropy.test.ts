@@ -37,11 +37,30 @@ describe('cross_entropy', () => {
     { M: 33, V: 129 },
     { M: 5, V: 1021 },
     { M: 129, V: 257 },
+    { M: 7, V: 144 },
+    { M: 2, V: 16389 },
+    { M: 3, V: 16416 },
   ]
   const numbers = { ignore: -100, weight: 0.25 }
   const targets = (random: { integer(below: number): number }, { V }: { V: number }, i: number) =>
     i % 5 === 3 ? -100 : random.integer(V)
   checkOp('cross_entropy_forward', { sizes, numbers, data: { targets }, reference: forward })
+  // rows whose largest logit lies far from 0, and columns that are out of the running
+  checkOp('cross_entropy_forward', {
+    sizes: [
+      { M: 8, V: 35 },
+      { M: 8, V: 2064 },
+    ],
+    numbers,
+    data: {
+      targets: (_, { V }) => V - 1,
+      logits: (random, { V }, i) =>
+        i % V === 7
+          ? Number.NEGATIVE_INFINITY
+          : ([0, 70, -50, 1e30, -1e30, 60, -30, -500][Math.floor(i / V)] as number) + random.normal(),
+    },
+    reference: forward,
+  })
   // lse above every logit, as it comes from forward
   checkOp('cross_entropy_backward', {
     sizes,
@@ -106,6 +125,29 @@ describe('cross_entropy', () => {
   it('a logit of -Inf is out of the running, NaN makes the loss NaN', async () => {
     expect((await run([[Number.NEGATIVE_INFINITY, 0, 0]], [1])).loss).toBeCloseTo(Math.log(2), 6)
     expect((await run([[0, Number.NaN, 0]], [0])).loss).toBeNaN()
+  })
+
+  it('the loss of a sure row is not negative, its gradient in the target not positive', async () => {
+    const logits = Array.from({ length: 40 }, (_, m) => [m * 2.7 - 40.3, m * 2.7 - 40.3 - 30, m * 2.7 - 80])
+    const { loss, lse, dx } = await run(logits, new Array(40).fill(0))
+    expect(loss).toBeGreaterThanOrEqual(0)
+    for (const [m, value] of lse.entries()) {
+      expect(value).toBeGreaterThanOrEqual(Math.fround(logits[m]?.[0] as number))
+      expect(dx[3 * m]).toBeLessThanOrEqual(0)
+    }
+  })
+
+  it('rows without a finite largest logit: -Inf, and NaN', async () => {
+    const low = Number.NEGATIVE_INFINITY
+    const rows = [
+      [low, low],
+      [Number.NaN, low],
+      [Number.POSITIVE_INFINITY, 0],
+    ]
+    const { lse, dx } = await run(rows, [-100, -100, -100])
+    expect(lse).toEqual([low, Number.NaN, Number.NaN])
+    expect(dx).toEqual([0, 0, 0, 0, 0, 0])
+    expect((await run(rows, [0, 0, 0])).dx).toEqual(new Array(6).fill(Number.NaN))
   })
 
   it.each([-1, 3])('target %s of 3 is refused with its place', (target) => {
