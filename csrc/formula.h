@@ -32,7 +32,10 @@ COAT_HD double sum_piece(const float (&a)[kPiece]) {
 COAT_HD double square_piece(const float (&a)[kPiece]) {
   const double sum = dot_piece(a, a);
   if (sum >= 0x1p-80 && sum < 0x1p120) return sum;
+  uint32_t any = 0;
+  for (int k = 0; k < kPiece; ++k) any |= bits_of(a[k]);
   double exact = 0;
+  if (any << 1 == 0) return exact;  // zeros, which are common, need no slow arithmetic
   for (int k = 0; k < kPiece; ++k) exact += static_cast<double>(a[k]) * static_cast<double>(a[k]);
   return exact;
 }

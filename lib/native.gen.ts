@@ -59,7 +59,7 @@ export interface NativeOps {
   matmul_tn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
   /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats. master, when given, is the FP32 parameter and p its rounded copy. p […], master […], g […], m […], v […], clip [2]. */
   adamw(p: readonly Handle[], master: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], v: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, eps: number, weight_decay: number, correct1: number, correct2: number): void
-  /** norm = sqrt of the sum of all squares (FP64 partial sums fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
+  /** norm = sqrt of the sum of all squares (pieces of 16 in FP32, added in FP64, fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
   grad_norm(g: readonly Handle[], max_norm: number): [norm: Handle, norms: Handle, clip: Handle]
   /** y[i] = mean + std * standard normal of (seed, i): the same bits on every device. y [M, N]. */
   random_normal(y: 'f32' | 'bf16', M: number, N: number, mean: number, std: number, seed: number, device: 'cpu' | 'cuda'): Handle

@@ -35,20 +35,27 @@ void each_tile(int64_t M, int64_t N, F&& f) {
   });
 }
 
+// Codes of the width of Code move as they are.
+template <class Code>
+void move_transposed(const Code* x, Code* y, int64_t M, int64_t N) {
+  each_tile(M, N, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+    Code tile[kTile][kTile];
+    for (int64_t m = m0; m < m1; ++m)
+      for (int64_t n = n0; n < n1; ++n) tile[n - n0][m - m0] = x[m * N + n];
+    for (int64_t n = n0; n < n1; ++n) std::memcpy(y + n * M + m0, tile[n - n0], (m1 - m0) * sizeof(Code));
+  });
+}
+
 }  // namespace
 
 void convert_transposed(const convert_transposed_args& args) {
   const Tensor &x = args.x, &y = args.y;
   const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
-  if (x.format == y.format && !args.scale && x.format.scaling == Scaling::tensor) {
+  if (x.format == y.format && !args.scale) {
+    if (x.format.dtype == DType::f32) return move_transposed(x.as<uint32_t>(), y.as<uint32_t>(), M, N);
+    if (x.format.dtype == DType::bf16) return move_transposed(x.as<uint16_t>(), y.as<uint16_t>(), M, N);
     *y.scales<float>() = *x.scales<float>();
-    each_tile(M, N, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-      uint8_t tile[kTile][kTile];
-      for (int64_t m = m0; m < m1; ++m)
-        for (int64_t n = n0; n < n1; ++n) tile[n - n0][m - m0] = x.data[m * N + n];
-      for (int64_t n = n0; n < n1; ++n) std::memcpy(y.data + n * M + m0, tile[n - n0], m1 - m0);
-    });
-    return;
+    return move_transposed(x.data, y.data, M, N);
   }
   Writer writer(y, args.scale);
   if (writer.measures()) {

@@ -13,9 +13,11 @@ void grad_norm(const grad_norm_args& args) {
     const int64_t n = args.g[i].shape.numel();
     std::vector<double> partial((n + kChunk - 1) / kChunk, 0.0);
     parallel(n, kChunk, [&](int64_t begin, int64_t end) {
-      std::vector<float> x(end - begin);
+      std::vector<float> x((end - begin + kPiece - 1) / kPiece * kPiece, 0.f);
       read(args.g[i], begin, end, x.data());
-      partial[begin / kChunk] = sum_of(end - begin, [&](int64_t k) { return static_cast<double>(x[k]) * x[k]; });
+      partial[begin / kChunk] = sum_of(x.size() / kPiece, [&](int64_t k) {
+        return square_piece(*reinterpret_cast<const float(*)[kPiece]>(x.data() + k * kPiece));
+      });
     });
     double squares = 0;
     for (double sum : partial) squares += sum;

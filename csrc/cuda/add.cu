@@ -75,58 +75,87 @@ void start_add(const char* name, const Tensor& a, const Tensor& b, const Tensor&
   });
 }
 
-constexpr int kColumnThreads = 64, kRowsAhead = 16;
+constexpr int kColumnThreads = kStrands * 32, kRowsAhead = 8;  // 8 rows of 16 bytes a thread in flight
 
-// One vector of columns a thread, one of `across` parts of a chunk of kSumRows rows a block, rows in ascending order,
-// 16 loads in flight where they are aligned. Reads x once; partial [chunks, N] in FP32.
+// One vector of columns a lane, one strand of a chunk of kSumRows rows a warp; the strands meet in shared memory.
+// `across` blocks a chunk. Reads x once; partial [chunks, N] in FP32.
 template <class X>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, 4)
     column_sum_kernel(X x, int64_t M, int64_t N, unsigned across, float* partial) {
-  constexpr int E = kLane<CodeOf<X>>;
+  constexpr int E = kLane<CodeOf<X>>, kColumns = 32 * E;
+  __shared__ float4 strands[kStrands][kColumns / 4];
+  let_next_begin();
+  const int lane = threadIdx.x % 32, strand = threadIdx.x / 32;
   const int64_t chunk = int64_t{blockIdx.x / across}, begin = chunk * kSumRows, end = min(M, begin + kSumRows);
-  const int64_t n = (int64_t{blockIdx.x % across} * kColumnThreads + threadIdx.x) * E, left = N - n;
-  const bool aligned = left >= E && N % E == 0;
-  const uint32_t together = __ballot_sync(0xffffffffu, aligned);
-  if (left <= 0) return;
+  const int64_t n0 = int64_t{blockIdx.x % across} * kColumns, n = n0 + lane * E;
   float sum[E] = {};
-  by_case(aligned, [&](auto whole) {
+  by_case(n0 + kColumns <= N && N % E == 0, [&](auto whole) {
     const auto add_rows = [&](auto count, int64_t row) {
-      Lane<CodeOf<X>, E> lane[count.value];
+      Lane<CodeOf<X>, E> from[count.value];
 #pragma unroll
-      for (int r = 0; r < count.value; ++r) lane[r].template fetch<whole.value>(x.codes, (row + r) * N + n, left);
-      if constexpr (whole.value) __syncwarp(together);  // or the compiler saves registers by sinking loads to their use
+      for (int r = 0; r < count.value; ++r)
+        from[r].template fetch<whole.value>(x.codes, (row + r * kStrands) * N + n, N - n);
+      if constexpr (whole.value) __syncwarp();  // or the compiler saves registers by sinking loads to their use
 #pragma unroll
       for (int r = 0; r < count.value; ++r) {
         float value[E];
-        lane[r].decode(x, {}, value);
+        from[r].decode(x, {}, value);
 #pragma unroll
         for (int k = 0; k < E; ++k) sum[k] += value[k];
       }
     };
-    int64_t row = begin;
+    int64_t row = begin + strand;
     if constexpr (whole.value) {
 #pragma unroll 1
-      for (; row + kRowsAhead <= end; row += kRowsAhead) add_rows(std::integral_constant<int, kRowsAhead>{}, row);
+      for (; row + (kRowsAhead - 1) * kStrands < end; row += kRowsAhead * kStrands)
+        add_rows(std::integral_constant<int, kRowsAhead>{}, row);
     }
 #pragma unroll 1
-    for (; row < end; ++row) add_rows(std::integral_constant<int, 1>{}, row);
+    for (; row < end; row += kStrands) add_rows(std::integral_constant<int, 1>{}, row);
   });
-  Lane<Float32, E> out;
 #pragma unroll
-  for (int k = 0; k < E; ++k) out.code[k].code = sum[k];
-  out.template put<false>(reinterpret_cast<Float32*>(partial), chunk * N + n, left);
+  for (int k = 0; k < E; k += 4)
+    strands[strand][(lane * E + k) / 4] = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
+  __syncthreads();
+  const int column = threadIdx.x;
+  if (column >= kColumns || n0 + column >= N) return;
+  float all[kStrands];
+#pragma unroll
+  for (int s = 0; s < kStrands; ++s) all[s] = reinterpret_cast<const float*>(strands[s])[column];
+  partial[chunk * N + n0 + column] = join_strands(all);
 }
 
-// One thread a column adds the chunks in FP64, in order. Reads partial once.
+constexpr int kShelf = 128;  // chunks in shared memory at a time
+
+// 32 columns a block, whose threads fetch the chunks, all at once; one warp adds them in FP64, in order. Reads partial
+// once.
 template <class Y>
 __global__ void __launch_bounds__(kColumnThreads)
     column_sum_kernel_chunks(const float* partial, int64_t chunks, int64_t N, Y y) {
-  const int64_t n = int64_t{blockIdx.x} * kColumnThreads + threadIdx.x;
-  if (n >= N) return;
+  __shared__ float shelf[kShelf][32];
+  constexpr int kWarps = kColumnThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t n = int64_t{blockIdx.x} * 32 + lane;
+  after_previous();
   double sum = 0;
+  for (int64_t first = 0; first < chunks; first += kShelf) {
+    float held[kShelf / kWarps];
+#pragma unroll
+    for (int i = 0; i < kShelf / kWarps; ++i) {
+      const int64_t c = first + warp + i * kWarps;
+      held[i] = c < chunks && n < N ? partial[c * N + n] : 0.f;
+    }
+    if (first > 0) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kShelf / kWarps; ++i) shelf[warp + i * kWarps][lane] = held[i];
+    __syncthreads();
+    if (warp == 0) {
+      const int count = static_cast<int>(min(int64_t{kShelf}, chunks - first));
 #pragma unroll 16
-  for (int64_t c = 0; c < chunks; ++c) sum += static_cast<double>(partial[c * N + n]);
-  y.store(n, {}, static_cast<float>(sum));
+      for (int c = 0; c < count; ++c) sum += static_cast<double>(shelf[c][lane]);
+    }
+  }
+  if (warp == 0 && n < N) y.store(n, {}, static_cast<float>(sum));
 }
 
 }  // namespace
@@ -146,14 +175,14 @@ void column_sum(const column_sum_args& args) {
   const Scratch partial(chunks * N * static_cast<int64_t>(sizeof(float)));
   with("x", args.x, Wide{}, [&](const auto x) {
     using X = std::remove_const_t<decltype(x)>;
-    const int64_t columns = kColumnThreads * kLane<CodeOf<X>>, across = (N + columns - 1) / columns;
+    const int64_t columns = 32 * kLane<CodeOf<X>>, across = (N + columns - 1) / columns;
     launch("column_sum", column_sum_kernel<X>, static_cast<unsigned>(chunks * across), kColumnThreads, 0, x, M, N,
            static_cast<unsigned>(across), partial.as<float>());
   });
   with("y", args.y, Wide{}, [&](const auto y) {
     using Y = std::remove_const_t<decltype(y)>;
-    const auto grid = static_cast<unsigned>((N + kColumnThreads - 1) / kColumnThreads);
-    launch("column_sum", column_sum_kernel_chunks<Y>, grid, kColumnThreads, 0, partial.as<float>(), chunks, N, y);
+    launch_next("column_sum", column_sum_kernel_chunks<Y>, static_cast<unsigned>((N + 31) / 32), kColumnThreads,
+                partial.as<float>(), chunks, N, y);
   });
 }
 

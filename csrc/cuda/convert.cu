@@ -1,4 +1,6 @@
 // convert: from any format to any other, and transposed for the formats that matmul reads.
+#include <cuda_pipeline.h>
+
 #include "../ops.h"
 #include "lanes.cuh"
 
@@ -8,55 +10,65 @@ namespace {
 using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128>;
 using Matrices = Views<F32, BF16, E4M3T, E5M2T>;
 
-// Bits of the largest finite |x|, merged into *measured, which starts at 0. The grid walks the tensor, 4 vectors of 16
-// bytes a thread in flight. Reads x once.
+// Bits of the largest finite |x|, merged into *measured, which starts at 0. 8 vectors of 16 bytes a thread. Reads x
+// once.
 template <class X>
 __global__ void __launch_bounds__(kThreads) convert_kernel_measure(X x, Rows rows, uint32_t* measured) {
   const uint32_t largest = largest_of<true>(x, rows);
   if (threadIdx.x == 0 && largest > 0) atomicMax(measured, largest);
 }
 
-// One vector of E elements a lane, U of them a thread; the lanes of a run of y find its range by shuffles. After a
-// measuring pass the blocks go backwards, since the end of x is what the L2 still holds. Reads x once, writes y once.
+// Vectors of a thread of convert_kernel.
+template <class X, class Y>
+constexpr int kAhead = kScaling<X> == Scaling::expand || kScaling<Y> == Scaling::expand ? 1 : 4;
+
+// One vector of E elements a lane, kAhead of them a thread, codes and scales fetched before the first store; the lanes
+// of a run of y find its range by shuffles. After a measuring pass the blocks go backwards, since the end of x is what
+// the L2 still holds. Reads x once, writes y once.
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
     convert_kernel(X x, Y y, Rows rows, const float* given, const uint32_t* measured) {
   using From = CodeOf<X>;
   using To = CodeOf<Y>;
-  constexpr bool kHeavy = kScaling<X> == Scaling::expand || kScaling<Y> == Scaling::expand;
-  constexpr int E = kLane<From, To>, U = kHeavy ? 1 : 4;
+  constexpr int E = kLane<From, To>, kStep = kThreads * kAhead<X, Y>;
   const int64_t block = measured ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const int64_t first = block * (kThreads * U);
+  const int64_t start = block * kStep;
   uint32_t infs = 0;
-  by_case(rows.whole<E>(first, kThreads * U), [&](auto whole) {
+  by_case(rows.whole<E>(start, kStep), [&](auto whole) {
     using Here = Spot<E, whole.value>;
-    Lane<From, E> from[U];
+    constexpr int U = whole.value ? kAhead<X, Y> : 1;
+#pragma unroll 1
+    for (int64_t first = start; first < start + kStep; first += kThreads * U) {
+      Lane<From, E> from[U];
+      typename X::Open open[U];
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const Here spot(rows, first + u * kThreads + threadIdx.x);
-      from[u].template fetch<whole.value>(x.codes, spot.i, spot.left);
-    }
-    typename Y::Sealed sealed{};
-    if constexpr (kScaling<Y> == Scaling::tensor) sealed = seal_tensor(y, given, measured);
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t q = first + u * kThreads + threadIdx.x;
-      const Here spot(rows, q);
-      float value[E];
-      from[u].decode(x, spot.open(x, rows), value);
-      if constexpr (kScaling<Y> != Scaling::none) {
-        RangeOf<Y> range;
-        add_all(range, value);
-        infs += range.infs;
-        range.infs = 0;
-        if constexpr (Y::run != 0) {
-          merge_lanes<Y::run / E>(range);
-          if (whole.value || q < rows.total()) sealed = y.seal(spot.template block<Y>(rows), range);
-        }
+      for (int u = 0; u < U; ++u) {
+        const Here spot(rows, first + u * kThreads + threadIdx.x);
+        from[u].template fetch<whole.value>(x.codes, spot.i, spot.left);
+        open[u] = spot.open(x, rows);
       }
-      Lane<To, E> to;
-      to.encode(y, sealed, value);
-      to.template put<whole.value>(y.codes, spot.i, spot.left);
+      typename Y::Sealed sealed{};
+      if constexpr (kScaling<Y> == Scaling::tensor) sealed = seal_tensor(y, given, measured);
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int64_t q = first + u * kThreads + threadIdx.x;
+        const Here spot(rows, q);
+        float value[E];
+        from[u].decode(x, open[u], value);
+        if constexpr (kScaling<Y> != Scaling::none) {
+          RangeOf<Y> range;
+          add_all(range, value);
+          infs += range.infs;
+          range.infs = 0;
+          if constexpr (Y::run != 0) {
+            merge_lanes<Y::run / E>(range);
+            if (whole.value || q < rows.total()) sealed = y.seal(spot.template block<Y>(rows), range);
+          }
+        }
+        Lane<To, E> to;
+        to.encode(y, sealed, value);
+        to.template put<whole.value>(y.codes, spot.i, spot.left);
+      }
     }
   });
   if constexpr (kScaling<Y> != Scaling::none) count_infs_of_block(y.status, infs);
@@ -73,7 +85,8 @@ void with_scale(const Tensor& tensor, const X& x, const Tensor& scale, F&& use) 
     const Scratch measured(sizeof(uint32_t));
     check(cudaMemsetAsync(measured.as<uint32_t>(), 0, sizeof(uint32_t), stream()), "convert");
     const Rows rows = rows_of<X>(tensor);
-    launch("convert", convert_kernel_measure<X>, largest_blocks(rows), kThreads, 0, x, rows, measured.as<uint32_t>());
+    launch("convert", convert_kernel_measure<X>, largest_blocks<X>(rows), kThreads, 0, x, rows,
+           measured.as<uint32_t>());
     use(nullptr, measured.as<uint32_t>());
   }
 }
@@ -90,10 +103,9 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
       using X = std::remove_const_t<decltype(x_view)>;
       using Y = std::remove_const_t<decltype(y_view)>;
       constexpr int E = kLane<CodeOf<X>, CodeOf<Y>>;
-      constexpr bool kHeavy = kScaling<X> == Scaling::expand || kScaling<Y> == Scaling::expand;
       const Rows rows = Rows::of(by_row ? x.shape.rows() : 1, by_row ? x.shape.cols() : x.shape.numel(), E,
                                  Y::run == 0 ? 1 : Y::run / E);
-      const int64_t per_block = kThreads * (kHeavy ? 1 : 4), blocks = (rows.total() + per_block - 1) / per_block;
+      const int64_t per_block = kThreads * kAhead<X, Y>, blocks = (rows.total() + per_block - 1) / per_block;
       // a tensor without elements still has a scale
       const auto grid = static_cast<unsigned>(std::max<int64_t>(blocks, kScaling<Y> == Scaling::tensor));
       with_scale<Y>(x, x_view, scale, [&](const float* given, const uint32_t* measured) {
@@ -122,99 +134,170 @@ void convert(const convert_args& args) {
 
 namespace {
 
-// Codes that are moved and not read.
-struct Bits8 {
-  uint8_t code;
-  static COAT_HD uint8_t encode(float x) { return static_cast<uint8_t>(bits_of(x)); }
-  static COAT_HD float decode(uint8_t code) { return float_of(code); }
+// Codes of Bytes bytes that are moved and not read, and the scale of a /t tensor.
+template <int Bytes>
+struct Moved {
+  struct Code {
+    std::conditional_t<Bytes == 1, uint8_t, std::conditional_t<Bytes == 2, uint16_t, uint32_t>> code;
+  };
+  static constexpr Format format() { return {DType::f32, Scaling::none, 0}; }
+  struct Open {};
+  struct Sealed {};
+  Code* codes;
+  float* scale;
+  explicit Moved(const Tensor& t)
+      : codes(t.as<Code>()), scale(t.format.scaling == Scaling::tensor ? t.scales<float>() : nullptr) {}
+  __device__ Open open(int64_t) const { return {}; }
 };
-using Bytes = Plain<Bits8, DType::e4m3>;
+template <class X, class Y>
+constexpr bool kMoves = false;
+template <int Bytes>
+constexpr bool kMoves<Moved<Bytes>, Moved<Bytes>> = true;
 
-// A tile of kDown rows (along M) and kAcross columns (along N) of x: 128 bytes of each row of x, 128 or 256 of each of
-// y.
+// A block's tile: kDown rows (along M) of kAcross bytes (along N) of x, 16 bytes of 8 rows a thread in flight.
+constexpr int kDown = 128, kAcross = 128, kTileThreads = kDown * kAcross / 128;
+// Blocks run over kStripe tiles along N, then down along M: what is under way then covers long stretches of x and of y.
+constexpr int kStripe = 32;
+
 template <class X, class Y>
 struct Tile {
   static constexpr int kFrom = sizeof(CodeOf<X>), kTo = sizeof(CodeOf<Y>);
   static constexpr int V = 16 / kFrom;  // elements of a vector of x
-  static constexpr int W = 4 / kTo;     // elements of a word of y
-  static constexpr int kAcross = 8 * V, kDown = kTo == 4 ? 64 : 128;
-  static constexpr int kPasses = kDown / (32 * W);  // 8 threads hold a row of the tile, 32 groups of 8 hold W rows each
-  static constexpr int kRowVectors = kDown * kTo / 16;  // vectors of a row of y in the tile
+  static constexpr int W = 4 / kFrom;   // elements of a word of x: columns that a thread turns at once
+  static constexpr int G = 16 / kTo;    // elements of a vector of y: rows that a thread turns at once
+  static constexpr int kColumns = kAcross / kFrom;
+  static constexpr int kWords = kAcross / 4, kRowVectors = kAcross / 16;
+  static constexpr int kBlocks = (kTo == 1 && kFrom == 1 && !kMoves<X, Y> ? 512 : 1024) / kTileThreads;
+  static constexpr int kTurns = kWords * (kDown / G) / kTileThreads;
 };
 
-// One tile a block, `across` of them along N. A thread reads W rows of one vector, so that it holds whole words of y,
-// and puts them into shared memory as rows of y, vectors shuffled by exclusive or with the vector of x: neither side
-// meets a bank twice. Values are encoded before, so shared memory holds codes. Reads x once, writes y once, 16 bytes a
-// lane on both sides.
-template <class X, class Y>
-__global__ void __launch_bounds__(kThreads) convert_transposed_kernel(X x, Y y, int64_t M, int64_t N, unsigned across,
-                                                                      const float* given, const uint32_t* measured) {
-  using T = Tile<X, Y>;
-  using From = CodeOf<X>;
-  using To = CodeOf<Y>;
-  constexpr int V = T::V, W = T::W, P = T::kPasses, R = T::kRowVectors;
-  __shared__ int4 tile[T::kAcross * R];
-  const int64_t m0 = int64_t{blockIdx.x / across} * T::kDown, n0 = int64_t{blockIdx.x % across} * T::kAcross;
-  const int column = threadIdx.x % 8, group = threadIdx.x / 8;
-  const bool inside = m0 + T::kDown <= M && n0 + T::kAcross <= N && N % V == 0 && M % (16 / T::kTo) == 0;
-  typename X::Open open{};
-  if (M * N > 0) open = x.open(0);
-  uint32_t infs = 0;
-  by_case(inside, [&](auto whole) {
-    Lane<From, V> from[P][W];
+// Four words of four bytes as a matrix, transposed.
+__device__ inline void turn_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+  const uint32_t ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
+  a = __byte_perm(ab, cd, 0x5410);
+  b = __byte_perm(ab, cd, 0x7632);
+  c = __byte_perm(ab_high, cd_high, 0x5410);
+  d = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
+// G rows of one word of x, turned: put(w, vector of y) for each of its W columns.
+template <class X, class Y, class T = Tile<X, Y>, class Put>
+__device__ inline void turn(const Y& y, typename X::Open open, typename Y::Sealed sealed, uint32_t (&row)[T::G],
+                            uint32_t& infs, Put&& put) {
+  constexpr int G = T::G, W = T::W;
+  using Out = Lane<CodeOf<Y>, G>;
+  if constexpr (kMoves<X, Y>) {
+    if constexpr (W == 4) {
 #pragma unroll
-    for (int p = 0; p < P; ++p)
+      for (int g = 0; g < G; g += 4) turn_bytes(row[g], row[g + 1], row[g + 2], row[g + 3]);
+    }
 #pragma unroll
-      for (int w = 0; w < W; ++w) {
-        const int64_t m = m0 + (p * 32 + group) * W + w, n = n0 + column * V;
-        from[p][w].template fetch<whole.value>(x.codes, m * N + n, m < M ? N - n : 0);
-      }
-    typename Y::Sealed sealed{};
-    if constexpr (kScaling<Y> == Scaling::tensor) sealed = seal_tensor(y, given, measured);
+    for (int w = 0; w < W; ++w) {
+      Out out;
 #pragma unroll
-    for (int p = 0; p < P; ++p) {
-      const int q = p * 32 + group;
-      uint32_t* words = reinterpret_cast<uint32_t*>(tile) + column * V * R * 4 + ((q / 4) ^ column) * 4 + q % 4;
-      float value[W][V];
+      for (int g = 0; g < G; g += W)
+        out.word[g / W] = W == 2 ? __byte_perm(row[g], row[g + W - 1], w == 0 ? 0x5410 : 0x7632) : row[g + w];
+      put(w, out);
+    }
+  } else {
+    constexpr int kPair = W == 1 ? 1 : 2;
 #pragma unroll
-      for (int w = 0; w < W; ++w) {
-        from[p][w].decode(x, open, value[w]);
-        if constexpr (kScaling<Y> == Scaling::tensor) {
-          Range range;
-          add_all(range, value[w]);
-          infs += range.infs;
+    for (int w = 0; w < W; w += kPair) {
+      float value[kPair][G];
+#pragma unroll
+      for (int g = 0; g < G; ++g) {
+        if constexpr (W == 1) {
+          value[0][g] = float_of(row[g]);
+        } else {
+          const float2 two = decode_two<CodeOf<X>>(row[g] >> (W == 4 ? w * 8 : 0));
+          value[0][g] = two.x, value[1][g] = two.y;
+          if constexpr (kScaling<X> == Scaling::tensor)
+            value[0][g] = value[0][g] * open.scale, value[1][g] = value[1][g] * open.scale;
         }
       }
-      Lane<To, W * V> to;  // V words
-      Y held = y;
-      held.codes = to.code;
 #pragma unroll
-      for (int k = 0; k < V; ++k)
-#pragma unroll
-        for (int w = 0; w < W; ++w) held.store(k * W + w, sealed, value[w][k]);
-#pragma unroll
-      for (int k = 0; k < V; ++k) words[k * R * 4] = to.word[k];
+      for (int k = 0; k < kPair; ++k) {
+        if constexpr (kScaling<Y> == Scaling::tensor) {
+          Range range;
+          add_all(range, value[k]);
+          infs += range.infs;
+        }
+        Out out;
+        out.encode(y, sealed, value[k]);
+        put(w + k, out);
+      }
     }
+  }
+}
+
+// One tile a block, which lies in shared memory as it does in x, vectors shuffled by exclusive or so that neither side
+// meets a bank twice. A thread turns G rows of one word at a time; 8 threads next to each other store 128 bytes of a
+// row of y. Reads x once, writes y once, 16 bytes a lane on both sides.
+template <class X, class Y>
+__global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
+    convert_transposed_kernel(X x, Y y, int64_t M, int64_t N, unsigned across, unsigned of_stripe, const float* given,
+                              const uint32_t* measured) {
+  using T = Tile<X, Y>;
+  constexpr int V = T::V, W = T::W, G = T::G, R = T::kRowVectors;
+  __shared__ int4 tile[kDown * R];
+  const unsigned column = blockIdx.x / of_stripe * kStripe, i = blockIdx.x % of_stripe;
+  const unsigned wide = min(static_cast<unsigned>(kStripe), across - column);
+  const int64_t m0 = int64_t{i / wide} * kDown, n0 = int64_t{column + i % wide} * T::kColumns;
+  by_case(m0 + kDown <= M && n0 + T::kColumns <= N && N % V == 0 && M % G == 0, [&](auto whole) {
+    const int place = threadIdx.x % R, first = threadIdx.x / R;
+    const int64_t n = n0 + place * V;
+#pragma unroll
+    for (int p = 0; p < kDown * R / kTileThreads; ++p) {
+      const int row = first + p * (kTileThreads / R);
+      int4* to = tile + row * R + (place ^ (row / G % 8));
+      if constexpr (whole.value) {
+        __pipeline_memcpy_async(to, x.codes + (m0 + row) * N + n, 16);
+      } else {
+        Lane<CodeOf<X>, V> lane;
+        lane.template fetch<false>(x.codes, (m0 + row) * N + n, m0 + row < M ? N - n : 0);
+        *to = lane.vector[0];
+      }
+    }
+    __pipeline_commit();
+    typename X::Open open{};
+    if (whole.value || M * N > 0) open = x.open(0);
+    typename Y::Sealed sealed{};
+    if constexpr (kScaling<Y> == Scaling::tensor) sealed = seal_tensor(y, given, measured);
+    if constexpr (kMoves<X, Y>)
+      if (y.scale && blockIdx.x == 0 && threadIdx.x == 0) *y.scale = *x.scale;
+    __pipeline_wait_prior(0);
     __syncthreads();
+    uint32_t infs = 0;
+#pragma unroll 1
+    for (int t = 0; t < T::kTurns; ++t) {
+      // of the lanes of a warp, 8 lie along M and 4 along N; the warps first fill rows of y
+      constexpr int kGroups = kDown / G / 8;
+      const int lane = threadIdx.x % 32, task = threadIdx.x / 32 + t * (kTileThreads / 32);
+      const int eighth = lane % 8, down = (task % kGroups * 8 + eighth) * G, vector = task / kGroups;
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(tile + down * R + (vector ^ eighth)) + lane / 8;
+      uint32_t row[G];
 #pragma unroll
-    for (int t = 0; t < T::kAcross * R / kThreads; ++t) {
-      const int vector = t * kThreads + threadIdx.x, row = vector / R, place = vector % R;
-      Lane<To, 16 / T::kTo> out;
-      out.vector[0] = tile[row * R + (place ^ (row / V))];
-      const int64_t n = n0 + row, m = m0 + place * (16 / T::kTo);
-      out.template put<whole.value>(y.codes, n * M + m, n < N ? M - m : 0);
+      for (int g = 0; g < G; ++g) row[g] = from[g * T::kWords];
+      const int64_t m = m0 + down, at = n0 + (vector * 4 + lane / 8) * W;
+      turn<X, Y>(y, open, sealed, row, infs, [&](int w, const Lane<CodeOf<Y>, G>& out) {
+        out.template put<whole.value>(y.codes, (at + w) * M + m, at + w < N ? M - m : 0);
+      });
     }
+    if constexpr (kScaling<Y> == Scaling::tensor) count_infs_of_block(y.status, infs);
   });
-  if constexpr (kScaling<Y> != Scaling::none) count_infs_of_block(y.status, infs);
 }
 
 template <class X, class Y>
 void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given, const uint32_t* measured) {
-  using T = Tile<X, Y>;
-  const int64_t across = (N + T::kAcross - 1) / T::kAcross, tiles = (M + T::kDown - 1) / T::kDown * across;
-  const auto grid = static_cast<unsigned>(std::max<int64_t>(tiles, kScaling<Y> == Scaling::tensor));
-  launch("convert_transposed", convert_transposed_kernel<X, Y>, grid, kThreads, 0, x, y, M, N,
-         static_cast<unsigned>(std::max<int64_t>(across, 1)), given, measured);
+  const int64_t across = std::max<int64_t>((N + Tile<X, Y>::kColumns - 1) / Tile<X, Y>::kColumns, 1);
+  const int64_t down = (M + kDown - 1) / kDown,
+                of_stripe = std::max<int64_t>(down * std::min<int64_t>(across, kStripe), 1);
+  // a tensor without elements still has a scale
+  const bool scaled = kScaling<Y> == Scaling::tensor || kMoves<X, Y>;
+  const auto grid = static_cast<unsigned>(std::max<int64_t>(N == 0 ? 0 : down * across, scaled));
+  launch("convert_transposed", convert_transposed_kernel<X, Y>, grid, kTileThreads, 0, x, y, M, N,
+         static_cast<unsigned>(across), static_cast<unsigned>(of_stripe), given, measured);
 }
 
 }  // namespace
@@ -222,16 +305,19 @@ void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given,
 void convert_transposed(const convert_transposed_args& args) {
   const Tensor &x = args.x, &y = args.y;
   const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
-  if (x.format == y.format && !args.scale && x.format.scaling == Scaling::tensor) {
-    copy(reinterpret_cast<uint8_t*>(y.scales<float>()), reinterpret_cast<const uint8_t*>(x.scales<float>()), 4);
-    return transpose(Bytes(x), Bytes(y), M, N, nullptr, nullptr);
+  if (x.format == y.format && !args.scale) {
+    if (x.format.dtype == DType::f32) return transpose(Moved<4>(x), Moved<4>(y), M, N, nullptr, nullptr);
+    if (x.format.dtype == DType::bf16) return transpose(Moved<2>(x), Moved<2>(y), M, N, nullptr, nullptr);
+    return transpose(Moved<1>(x), Moved<1>(y), M, N, nullptr, nullptr);
   }
   with("x", x, Matrices{}, [&](const auto x_view) {
     with("y", y, Matrices{}, [&](const auto y_view) {
+      using X = std::remove_const_t<decltype(x_view)>;
       using Y = std::remove_const_t<decltype(y_view)>;
-      with_scale<Y>(x, x_view, args.scale, [&](const float* given, const uint32_t* measured) {
-        transpose(x_view, y_view, M, N, given, measured);
-      });
+      if constexpr (kScaling<Y> == Scaling::tensor || !std::is_same_v<X, Y>)
+        with_scale<Y>(x, x_view, args.scale, [&](const float* given, const uint32_t* measured) {
+          transpose(x_view, y_view, M, N, given, measured);
+        });
     });
   });
 }

@@ -23,6 +23,25 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
   check(cudaGetLastError(), name);
 }
 
+// The same for a kernel that may begin while the one before it in the stream ends, which hides the time of a launch: it
+// calls after_previous() before it touches memory, and what it waits for may call let_next_begin() early.
+template <class... Parameters, class... Given>
+void launch_next(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, Given&&... given) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream();
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(given)...), name);
+}
+__device__ inline void after_previous() { cudaGridDependencySynchronize(); }
+__device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }
+
 // Blocks for `work` pieces of `per_block`, at most `waves` a multiprocessor: kernels walk the rest in strides of the
 // grid.
 inline unsigned blocks_for(int64_t work, int64_t per_block, int64_t waves = 16) {

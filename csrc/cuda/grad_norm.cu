@@ -7,100 +7,142 @@
 namespace coat::cuda {
 namespace {
 
-constexpr int64_t kChunk = 16384;
+constexpr int64_t kChunk = 16384;      // elements, or a multiple of it where there are many chunks
+constexpr int64_t kManyChunks = 8192;  // one block adds them
+constexpr int kAhead = 8;              // vectors of 16 bytes of a thread in flight
+constexpr int kMembers = 100;          // gradients that a launch takes
+constexpr int kWarps = 32, kSums = 8;  // of the block that adds the chunks: warps, and sums of a thread in flight
 
-// One gradient of the list: its chunks are those of the list from first_chunk on.
+// One gradient of the list: its chunks end where those of the next begin.
 struct Gradient {
   const uint8_t* data;
-  int64_t n, first_chunk, chunks;
+  int64_t n, first_chunk;
   bool narrow;  // bf16
 };
+// They travel as an argument of the kernel, so no copy to the device goes before it.
+struct Gradients {
+  int64_t chunk;
+  int count;
+  Gradient member[kMembers + 1];  // and one more, where the last one's chunks end
+};
 
-// Sum of squares of the thread's share of [begin, end), in FP64. The square of an f32 value is exact there, so a fused
-// step rounds as a product and a sum do.
+// Sum of squares of the thread's share of [begin, end): pieces of 16 elements in FP32, added in FP64.
 template <class Code>
 __device__ double squares_of(const Code* codes, int64_t begin, int64_t end) {
-  constexpr int E = kLane<Code>, U = 4;
-  double sum[U] = {};
   __builtin_assume(__isGlobal(codes));  // the pointer comes out of memory
-  by_case(end - begin == kChunk, [&](auto whole) {
+  double sum = 0;
+  by_case((end - begin) % kChunk == 0, [&](auto whole) {
+    using Piece = Lane<Code, kPiece>;
+    constexpr int U = whole.value ? kAhead / Piece::kVectors : 1;
+    static_assert(kChunk % (kThreads * U * kPiece) == 0);
 #pragma unroll 1
-    for (int64_t start = begin; start < end; start += kThreads * U * E) {
-      Lane<Code, E> lane[U];
+    for (int64_t start = begin; start < end; start += kThreads * U * kPiece) {
+      Piece piece[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const int64_t i = start + (u * kThreads + threadIdx.x) * E;
-        lane[u].template fetch<whole.value>(codes, i, end - i);
+        const int64_t i = start + (u * kThreads + threadIdx.x) * kPiece;
+        piece[u].template fetch<whole.value>(codes, i, end - i);
       }
 #pragma unroll
-      for (int u = 0; u < U; ++u)
+      for (int u = 0; u < U; ++u) {
+        float x[kPiece];
 #pragma unroll
-        for (int k = 0; k < E; ++k) {
-          const double x = static_cast<double>(Code::decode(lane[u].code[k].code));
-          sum[u] = __fma_rn(x, x, sum[u]);
-        }
+        for (int k = 0; k < kPiece; ++k) x[k] = Code::decode(piece[u].code[k].code);
+        sum += square_piece(x);
+      }
     }
   });
-  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+  return sum;
 }
 
-// One block a chunk of a gradient of the list. Reads each gradient once; 8 bytes written a chunk.
-__global__ void __launch_bounds__(kThreads) grad_norm_kernel(const Gradient* list, int count, double* partial) {
-  const Gradient g = owner_of(list, count, &Gradient::first_chunk, blockIdx.x);
-  const int64_t begin = (blockIdx.x - g.first_chunk) * kChunk, end = min(g.n, begin + kChunk);
+// One block a chunk. Reads each gradient once; 8 bytes written a chunk.
+__global__ void __launch_bounds__(kThreads) grad_norm_kernel(const __grid_constant__ Gradients list, double* partial) {
+  let_next_begin();
+  const Gradient g = owner_of(list.member, list.count, &Gradient::first_chunk, blockIdx.x);
+  const int64_t begin = (blockIdx.x - g.first_chunk) * list.chunk, end = min(g.n, begin + list.chunk);
   const double sum = block_sum(g.narrow ? squares_of(reinterpret_cast<const BFloat16*>(g.data), begin, end)
                                         : squares_of(reinterpret_cast<const Float32*>(g.data), begin, end));
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// One block a gradient adds its chunks.
-__global__ void __launch_bounds__(kThreads)
-    grad_norm_kernel_norms(const Gradient* list, const double* partial, double* squares, float* norms) {
-  const Gradient g = list[blockIdx.x];
-  double sum = 0;
-#pragma unroll 4
-  for (int64_t c = threadIdx.x; c < g.chunks; c += kThreads) sum += partial[g.first_chunk + c];
-  sum = block_sum(sum);
+// One block: `warps` warps a gradient add its chunks, as many gradients at a time as there are warps for; then the norm
+// of all so far and the clip. Squares of f32 values do not overflow FP64: not finite means a value was not.
+__global__ void __launch_bounds__(kWarps * 32)
+    grad_norm_kernel_norms(const __grid_constant__ Gradients list, int warps, const double* partial, double limit,
+                           bool go_on, double* total, float* norms, float* norm, float* clip) {
+  __shared__ double sums[kWarps];
+  const int warp = threadIdx.x / 32, share = threadIdx.x % (warps * 32), step = warps * 32;
+  after_previous();
+  double all = go_on && threadIdx.x == 0 ? *total : 0;
+  for (int first = 0; first < list.count; first += kWarps / warps) {
+    const int i = first + warp / warps;
+    double sum = 0;
+    if (i < list.count) {
+      const int64_t end = list.member[i + 1].first_chunk;
+      for (int64_t c = list.member[i].first_chunk + share; c < end; c += kSums * step) {
+        double x[kSums];
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) x[k] = c + k * step < end ? partial[c + k * step] : 0;
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) sum += x[k];
+      }
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[warp] = sum;
+    __syncthreads();
+    if (share == 0 && i < list.count) {
+      for (int w = 1; w < warps; ++w) sum += sums[warp + w];
+      sums[warp] = sum;
+      norms[i] = static_cast<float>(sqrt(sum));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+      for (int w = 0; w < kWarps && first + w / warps < list.count; w += warps) all += sums[w];
+    __syncthreads();
+  }
   if (threadIdx.x != 0) return;
-  squares[blockIdx.x] = sum;
-  norms[blockIdx.x] = static_cast<float>(sqrt(sum));
+  *total = all;
+  const double root = sqrt(all);
+  norm[0] = static_cast<float>(root);
+  clip[0] = limit > 0 && root > limit ? static_cast<float>(limit / root) : 1.f;
+  clip[1] = isfinite(root) ? 0.f : 1.f;
 }
 
-// One block: the norm of all and the clip. Squares of f32 values do not overflow FP64: not finite means a value was
-// not.
-__global__ void __launch_bounds__(kThreads)
-    grad_norm_kernel_clip(const double* squares, int count, double limit, float* norm, float* clip) {
-  double sum = 0;
-  for (int i = threadIdx.x; i < count; i += kThreads) sum += squares[i];
-  sum = block_sum(sum);
-  if (threadIdx.x != 0) return;
-  const double all = sqrt(sum);
-  norm[0] = static_cast<float>(all);
-  clip[0] = limit > 0 && all > limit ? static_cast<float>(limit / all) : 1.f;
-  clip[1] = isfinite(all) ? 0.f : 1.f;
+int64_t chunks_of(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
+
+// Members [first, first + kMembers) of the list, as many as there are.
+Gradients gradients_of(const std::vector<Tensor>& all, size_t first) {
+  Gradients list{};
+  list.count = static_cast<int>(std::min<size_t>(all.size() - first, kMembers));
+  int64_t elements = 0, chunks = 0;
+  for (int i = 0; i < list.count; ++i) elements += all[first + i].shape.numel();
+  list.chunk = kChunk * std::max<int64_t>(chunks_of(elements, kChunk * kManyChunks), 1);
+  for (int i = 0; i < list.count; ++i) {
+    const Tensor& g = all[first + i];
+    list.member[i] = {g.data, g.shape.numel(), chunks, g.format.dtype == DType::bf16};
+    chunks += chunks_of(g.shape.numel(), list.chunk);
+  }
+  list.member[list.count].first_chunk = chunks;
+  return list;
 }
 
 }  // namespace
 
 void grad_norm(const grad_norm_args& args) {
-  const int count = static_cast<int>(args.g.size());
-  std::vector<Gradient> list;
-  int64_t chunks = 0;
-  for (const Tensor& g : args.g) {
-    const int64_t n = g.shape.numel(), own = (n + kChunk - 1) / kChunk;
-    list.push_back({g.data, n, chunks, own, g.format.dtype == DType::bf16});
-    chunks += own;
-  }
-  const int64_t bytes = count * static_cast<int64_t>(sizeof(Gradient));
-  const Scratch table(bytes), sums((chunks + count) * static_cast<int64_t>(sizeof(double)));
-  copy_in(table.as<uint8_t>(), list.data(), bytes);
-  double *partial = sums.as<double>(), *squares = partial + chunks;
-  launch("grad_norm", grad_norm_kernel, static_cast<unsigned>(chunks), kThreads, 0, table.as<Gradient>(), count,
-         partial);
-  launch("grad_norm", grad_norm_kernel_norms, static_cast<unsigned>(count), kThreads, 0, table.as<Gradient>(), partial,
-         squares, args.norms.as<float>());
-  launch("grad_norm", grad_norm_kernel_clip, 1, kThreads, 0, squares, count, static_cast<double>(args.max_norm),
-         args.norm.as<float>(), args.clip.as<float>());
+  const Scratch sums((kManyChunks + kMembers + 1) * static_cast<int64_t>(sizeof(double)));
+  double *total = sums.as<double>(), *partial = total + 1;
+  size_t first = 0;
+  do {
+    const Gradients list = gradients_of(args.g, first);
+    launch("grad_norm", grad_norm_kernel, static_cast<unsigned>(list.member[list.count].first_chunk), kThreads, 0, list,
+           partial);
+    int warps = kWarps;
+    while (warps > 1 && kWarps / warps < list.count) warps /= 2;
+    launch_next("grad_norm", grad_norm_kernel_norms, 1, kWarps * 32, list, warps, partial,
+                static_cast<double>(args.max_norm), first > 0, total, args.norms.as<float>() + first,
+                args.norm.as<float>(), args.clip.as<float>());
+    first += list.count;
+  } while (first < args.g.size());
 }
 
 }  // namespace coat::cuda

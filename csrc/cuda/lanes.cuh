@@ -14,6 +14,27 @@ using RangeOf = std::conditional_t<kScaling<View> == Scaling::expand, RangeWithM
 
 constexpr int kThreads = 256;
 
+// Two neighbours in one instruction where there is one: the values of decode and encode of format.h one by one, but for
+// the bits of a NaN. 8-bit codes lie in the low half of a word.
+template <class Code>
+__device__ inline float2 decode_two(uint32_t codes) {
+  if constexpr (std::is_same_v<Code, BFloat16>)
+    return make_float2(float_of(codes << 16), float_of(codes & 0xffff0000u));
+  else
+    return __half22float2(
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(codes), std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2));
+}
+template <class Code>
+__device__ inline uint32_t encode_two(float a, float b) {
+  if constexpr (std::is_same_v<Code, BFloat16>) {
+    const __nv_bfloat162_raw two = __floats2bfloat162_rn(a, b);
+    return two.x | static_cast<uint32_t>(two.y) << 16;
+  } else {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
+                                    std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2);
+  }
+}
+
 // Elements a lane such that the widest of the codes fills 16 bytes.
 template <class... Code>
 constexpr int kLane = 16 / static_cast<int>(std::max({sizeof(Code)...}));
@@ -26,6 +47,7 @@ struct Lane {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes % 16 == 0);
   using Vector = std::conditional_t<kBytes == 4, int, std::conditional_t<kBytes == 8, int2, int4>>;
   static constexpr int kVectors = kBytes / static_cast<int>(sizeof(Vector));
+  static constexpr int kOfWord = 4 / static_cast<int>(sizeof(Code));
   union {
     Vector vector[kVectors];
     Code code[E];
@@ -55,17 +77,66 @@ struct Lane {
   }
   template <class View>
   __device__ void decode(const View& view, typename View::Open open, float (&x)[E]) {
-    View held = view;
-    held.codes = code;
+    if constexpr (kScaling<View> == Scaling::expand) {
+      View held = view;
+      held.codes = code;
 #pragma unroll
-    for (int k = 0; k < E; ++k) x[k] = held.load(k, open);
+      for (int k = 0; k < E; ++k) x[k] = held.load(k, open);
+    } else {
+#pragma unroll
+      for (int k = 0; k < E; k += 2) {
+        if constexpr (sizeof(Code) == 4) {
+          x[k] = code[k].code, x[k + 1] = code[k + 1].code;
+        } else {
+          const float2 two = decode_two<Code>(word[k / kOfWord] >> (k % kOfWord * 8));
+          x[k] = two.x, x[k + 1] = two.y;
+        }
+        if constexpr (kScaling<View> != Scaling::none) x[k] = x[k] * open.scale, x[k + 1] = x[k + 1] * open.scale;
+      }
+    }
   }
   template <class View>
   __device__ void encode(const View& view, typename View::Sealed sealed, const float (&x)[E]) {
-    View held = view;
-    held.codes = code;
+    if constexpr (kScaling<View> == Scaling::expand) {
+      View held = view;
+      held.codes = code;
 #pragma unroll
-    for (int k = 0; k < E; ++k) held.store(k, sealed, x[k]);
+      for (int k = 0; k < E; ++k) held.store(k, sealed, x[k]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < E; k += 2) {
+        float a = x[k], b = x[k + 1];
+        if constexpr (kScaling<View> != Scaling::none) a = a * sealed.inverse, b = b * sealed.inverse;
+        if constexpr (sizeof(Code) == 4)
+          code[k].code = a, code[k + 1].code = b;
+        else if constexpr (sizeof(Code) == 2)
+          word[k / 2] = encode_two<Code>(a, b);
+        else if (k % 4 == 0)
+          word[k / 4] = encode_two<Code>(a, b);
+        else
+          word[k / 4] |= encode_two<Code>(a, b) << 16;
+      }
+    }
+  }
+  // Bits of the largest |x|. Codes without their sign order as the values do, with NaN above Inf: one is decoded.
+  template <class Open>
+  __device__ uint32_t largest(Open open) const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) {
+      if constexpr (sizeof(Code) == 4) {
+        most = max(most, word[i] & 0x7fffffffu);
+      } else if constexpr (sizeof(Code) == 2) {
+        most = __vmaxu2(most, word[i] & 0x7fff7fffu);
+      } else {
+        most = __vmaxu2(most, word[i] & 0x007f007fu);
+        most = __vmaxu2(most, word[i] >> 8 & 0x007f007fu);
+      }
+    }
+    if constexpr (sizeof(Code) == 4) return most;
+    float x = decode_two<Code>(max(most >> 16, most & 0xffffu)).x;
+    if constexpr (requires { open.scale; }) x = x * open.scale;
+    return bits_of(x) & 0x7fffffffu;
   }
 };
 
@@ -174,37 +245,48 @@ __device__ inline typename View::Sealed seal_tensor(const View& view, const floa
   return {1.f / scale};
 }
 
-// Largest |x| as bits, in every thread: of all elements (NaN > Inf > finite), or of the finite ones.
+// Vectors that a thread of largest_of reads at once, and those of its block.
+template <class View>
+constexpr int kLook = kScaling<View> == Scaling::expand ? 1 : 8;
+template <class View>
+constexpr int64_t kLooked = kThreads * kLook<View>;
+
+// Largest |x| among the vectors of a block as bits, in every thread: of all elements (NaN > Inf > finite), or of the
+// finite ones. Codes are compared, and one a vector is decoded.
 template <bool Finite, class View>
 __device__ inline uint32_t largest_of(const View& view, const Rows& rows) {
   using Code = CodeOf<View>;
-  constexpr int E = kLane<Code>, U = kScaling<View> == Scaling::expand ? 1 : 4;
+  constexpr int E = kLane<Code>;
+  const int64_t start = int64_t{blockIdx.x} * kLooked<View>;
   uint32_t largest = 0;
-  for (int64_t start = int64_t{blockIdx.x} * kThreads * U; start < rows.total();
-       start += int64_t{gridDim.x} * kThreads * U)
-    by_case(rows.whole<E>(start, kThreads * U), [&](auto whole) {
-      using Here = Spot<E, whole.value>;
+  by_case(rows.whole<E>(start, kLooked<View>), [&](auto whole) {
+    constexpr int U = whole.value ? kLook<View> : 1;
+#pragma unroll 1
+    for (int64_t first = start; first < start + kLooked<View>; first += kThreads * U) {
       Lane<Code, E> lane[U];
+      typename View::Open open[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const Here spot(rows, start + u * kThreads + threadIdx.x);
+        const Spot<E, whole.value> spot(rows, first + u * kThreads + threadIdx.x);
         lane[u].template fetch<whole.value>(view.codes, spot.i, spot.left);
+        open[u] = spot.open(view, rows);
       }
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const Here spot(rows, start + u * kThreads + threadIdx.x);
-        float x[E];
-        lane[u].decode(view, spot.open(view, rows), x);
-        if constexpr (Finite) {
+        uint32_t most = 0x7f800000u;
+        if constexpr (kScaling<View> != Scaling::expand) most = lane[u].largest(open[u]);
+        if (most < 0x7f800000u || !Finite) {
+          largest = max(largest, most);
+        } else {
+          float x[E];
+          lane[u].decode(view, open[u], x);
           Range range;
           add_all(range, x);
           largest = max(largest, range.max);
-        } else {
-#pragma unroll
-          for (int k = 0; k < E; ++k) largest = max(largest, bits_of(x[k]) & 0x7fffffffu);
         }
       }
-    });
+    }
+  });
   return block_max(largest);
 }
 // The rows that largest_of reads x by, and the blocks of its grid.
@@ -213,7 +295,10 @@ Rows rows_of(const Tensor& x) {
   const bool by_row = is_ragged(x);
   return Rows::of(by_row ? x.shape.rows() : 1, by_row ? x.shape.cols() : x.shape.numel(), kLane<CodeOf<View>>, 1);
 }
-inline unsigned largest_blocks(const Rows& rows) { return blocks_for(rows.total(), kThreads * 4, 8); }
+template <class View>
+unsigned largest_blocks(const Rows& rows) {
+  return static_cast<unsigned>((rows.total() + kLooked<View> - 1) / kLooked<View>);
+}
 
 // The last member of a list whose pieces begin at or before `piece`; `first` names where its pieces begin.
 template <class Member>

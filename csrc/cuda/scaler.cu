@@ -5,8 +5,8 @@
 namespace coat::cuda {
 namespace {
 
-// Bits of |x| order as integers, with NaN above Inf: one integer maximum says all. The grid walks the tensor, 4 vectors
-// of 16 bytes a thread in flight; *largest starts at 0. Reads x once.
+// Bits of |x| order as integers, with NaN above Inf: one integer maximum says all. 8 vectors of 16 bytes a thread;
+// *largest starts at 0. Reads x once.
 template <class X>
 __global__ void __launch_bounds__(kThreads) amax_kernel(X x, Rows rows, uint32_t* largest) {
   const uint32_t most = largest_of<false>(x, rows);
@@ -21,7 +21,7 @@ void amax(const amax_args& args) {
   with("x", args.x, Views<F32, BF16, E4M3T, E5M2T, E4M3G16>{}, [&](const auto x) {
     using X = std::remove_const_t<decltype(x)>;
     const Rows rows = rows_of<X>(args.x);
-    launch("amax", amax_kernel<X>, largest_blocks(rows), kThreads, 0, x, rows, y);
+    launch("amax", amax_kernel<X>, largest_blocks<X>(rows), kThreads, 0, x, rows, y);
   });
 }
 

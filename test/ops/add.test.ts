@@ -13,7 +13,7 @@ describe('add', () => {
   })
   checkOp('add_into', { sizes, reference: ({ x, y, M, N }) => ({ y: matrix(M, N, (m, n) => y(m, n) + x(m, n)) }) })
   checkOp('column_sum', {
-    sizes,
+    sizes: [...sizes, { M: 16_700, N: 3 }], // and many chunks
     reference: ({ x, M, N }) => ({
       y: vector(N, (n) => sum(M, (m) => x(m, n))),
       '|y|': vector(N, (n) => sum(M, (m) => Math.abs(x(m, n)))),

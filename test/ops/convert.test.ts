@@ -1,7 +1,7 @@
 // convert: every format to every other, given and measured scales, transposes with equal codes.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { bytesOf, checkOp, own, read, sizes, stored, tensor } from '../harness.ts'
+import { bytesOf, checkOp, devices, own, present, read, sizes, stored, tensor } from '../harness.ts'
 import { matrix, Random } from '../values.ts'
 
 // expansion takes two logarithms near 2^±20, each off by a few units of FP32
@@ -9,7 +9,11 @@ const slack = 1e-5
 
 describe('convert', () => {
   checkOp('convert', { sizes, slack, reference: ({ x, M, N }) => ({ y: matrix(M, N, (m, n) => x(m, n)) }) })
-  checkOp('convert_transposed', { sizes, slack, reference: ({ x, M, N }) => ({ y: matrix(N, M, (n, m) => x(m, n)) }) })
+  checkOp('convert_transposed', {
+    sizes: [...sizes, { M: 256, N: 384 }], // and whole tiles
+    slack,
+    reference: ({ x, M, N }) => ({ y: matrix(N, M, (n, m) => x(m, n)) }),
+  })
 
   const random = new Random(1)
   const numbers = Array.from({ length: 65 * 70 }, () => random.typical())
@@ -32,6 +36,50 @@ describe('convert', () => {
       }
     },
   )
+
+  for (const device of devices)
+    it.skipIf(!present(device)).each([
+      [129, 2 ** 13],
+      [144, 4500],
+      [3, 9008],
+      [2050, 48],
+    ])(`convert_transposed of [%i, %i] moves every code on ${device}`, async (M, N) => {
+      for (const [format, size] of [
+        ['f32', 4],
+        ['bf16', 2],
+        ['e5m2/t', 1],
+      ] as const) {
+        const codes = new Uint8Array(await native.read(own(native.random_uniform('f32', M, N, -1, 1, 3, 'cpu'))))
+        const straight = codes.subarray(0, M * N * size)
+        const scale = size === 1 ? new Uint8Array(Float32Array.of(0.5).buffer) : new Uint8Array()
+        const x = own(native.make(format, [M, N], device, 'temp'))
+        native.write(x, Buffer.concat([straight, scale]))
+        const across = await bytesOf(own(native.convert_transposed(x, null, format)))
+        for (let i = 0; i < straight.length; i++) {
+          const element = Math.floor(i / size)
+          const to = ((element % N) * M + Math.floor(element / N)) * size + (i % size)
+          if (across[to] !== straight[i]) throw new Error(`${format}: byte ${i}`)
+        }
+        expect(across.subarray(straight.length)).toEqual(scale)
+      }
+    })
+
+  for (const device of devices)
+    it.skipIf(!present(device)).each(['bf16', 'f32'] as const)(
+      `on ${device}, neither NaN nor Inf of %s sets a scale`,
+      async (format) => {
+        const plain = Array.from({ length: 256 * 384 }, (_, i) => (i % 97) - 48)
+        plain[70_000] = Number.NaN
+        plain[50_001] = Number.NEGATIVE_INFINITY
+        const x = own(native.make(format, [256, 384], device, 'temp'))
+        native.write(x, await bytesOf(tensor(format, [256, 384], plain)))
+        for (const y of [native.convert(x, null, 'e4m3/t'), native.convert_transposed(x, null, 'e4m3/t')]) {
+          const { values, blocks } = await stored(own(y))
+          expect(blocks[0]?.scale).toBe(Math.fround(48 / 448))
+          expect(values.filter(Number.isNaN).length).toBe(1)
+        }
+      },
+    )
 
   it('convert to the own format keeps every byte', async () => {
     for (const format of ['bf16', 'e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128'] as const) {

@@ -5,18 +5,29 @@ import { checkOp, own, read, tensor } from '../harness.ts'
 import { sum, vector } from '../values.ts'
 
 describe('grad_norm', () => {
-  checkOp('grad_norm', {
-    sizes: [0, 1, 1e6].map((max_norm) => ({ max_norm })),
-    lists: [1, 0, 127, 128, 129, 50_000, 1],
-    reference: ({ g, max_norm }) => {
-      const squares = g.map(({ data }) => sum(data.length, (i) => (data[i] as number) ** 2))
-      const norm = Math.sqrt(squares.reduce((a, b) => a + b))
-      return {
-        norm: vector(1, () => norm),
-        norms: vector(g.length, (i) => Math.sqrt(squares[i] as number)),
-        clip: vector(2, (i) => (i === 0 && max_norm > 0 && norm > max_norm ? max_norm / norm : 1 - i)),
-      }
-    },
+  // one gradient of many chunks, some of several sizes, more of them than one launch takes
+  for (const lists of [[600_000], [1, 0, 127, 128, 129, 50_000, 1], Array.from({ length: 203 }, (_, i) => i % 40)])
+    checkOp('grad_norm', {
+      sizes: [0, 1, 1e6].map((max_norm) => ({ max_norm })),
+      lists,
+      reference: ({ g, max_norm }) => {
+        const squares = g.map(({ data }) => sum(data.length, (i) => (data[i] as number) ** 2))
+        const norm = Math.sqrt(squares.reduce((a, b) => a + b))
+        return {
+          norm: vector(1, () => norm),
+          norms: vector(g.length, (i) => Math.sqrt(squares[i] as number)),
+          clip: vector(2, (i) => (i === 0 && max_norm > 0 && norm > max_norm ? max_norm / norm : 1 - i)),
+        }
+      },
+    })
+
+  it('numbers whose squares FP32 does not hold count', async () => {
+    for (const x of [1e-30, 1e-38, 1e-45, 1e25, 3e38]) {
+      const [norm, norms] = await run([new Array(40).fill(x)], 0)
+      const expected = Math.sqrt(40) * Math.fround(x)
+      expect((norms as number[])[0]).toBe((norm as number[])[0])
+      expect((norm as number[])[0]).toBe(Math.fround(expected))
+    }
   })
 
   const run = async (values: number[][], max: number) => {

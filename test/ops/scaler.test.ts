@@ -1,7 +1,7 @@
 // scaler: largest magnitudes, with NaN above Inf, and scales read back.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { checkOp, own, read, sizes, stored, tensor } from '../harness.ts'
+import { bytesOf, checkOp, devices, own, present, read, sizes, stored, tensor } from '../harness.ts'
 import { largest, vector } from '../values.ts'
 
 describe('scaler', () => {
@@ -10,15 +10,30 @@ describe('scaler', () => {
     reference: ({ x, M, N }) => ({ y: vector(1, () => largest(M * N, (i) => Math.abs(x(i)))) }),
   })
 
-  it('amax of nothing is 0; NaN wins over Inf, Inf over numbers', async () => {
-    const amax = async (values: number[]) => (await read(own(native.amax(tensor('f32', [values.length], values)))))[0]
-    expect(await amax([])).toBe(0)
-    expect(await amax([1, -3, 2])).toBe(3)
-    expect(await amax([1, Number.NEGATIVE_INFINITY, 2])).toBe(Number.POSITIVE_INFINITY)
-    expect(await amax([1, Number.NaN, Number.POSITIVE_INFINITY])).toBeNaN()
-    // one NaN in many chunks of work
-    expect(await amax(Array.from({ length: 100_000 }, (_, i) => (i === 77_777 ? Number.NaN : i)))).toBeNaN()
-  })
+  for (const device of devices)
+    it.skipIf(!present(device)).each(['f32', 'bf16', 'e5m2/t'] as const)(
+      `amax of %s on ${device}: 0 of nothing; NaN wins over Inf, Inf over numbers`,
+      async (format) => {
+        const one = tensor('f32', [1], [1])
+        const amax = async (values: number[]) => {
+          const x = own(native.make(format, [values.length], device, 'temp'))
+          const given = format.endsWith('/t') ? one : undefined
+          native.write(x, await bytesOf(tensor(format, [values.length], values, given)))
+          return (await read(own(native.amax(x))))[0]
+        }
+        const infinite = format === 'e5m2/t' ? 57344 : Number.POSITIVE_INFINITY // saturated
+        expect(await amax([])).toBe(0)
+        expect(await amax([1, -3, 2])).toBe(3)
+        expect(await amax([1, Number.NEGATIVE_INFINITY, 2])).toBe(infinite)
+        expect(await amax([1, Number.NaN, Number.POSITIVE_INFINITY])).toBeNaN()
+        // one large number, or one NaN, in many chunks of work
+        const at = (i: number, x: number) => Array.from({ length: 100_000 }, (_, k) => (k === i ? x : k % 7))
+        for (const i of [0, 77_777, 99_999]) {
+          expect(await amax(at(i, -1024))).toBe(1024)
+          expect(await amax(at(i, Number.NaN))).toBeNaN()
+        }
+      },
+    )
 
   it.each(['e4m3/t', 'e5m2/t'] as const)('scale_of returns the scale stored in %s', async (format) => {
     const x = tensor(
