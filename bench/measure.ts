@@ -132,20 +132,31 @@ function copyOnDevice({ device, budget = 300 }: OpBenchOptions): Row {
   )
 }
 
-/** Milliseconds of every call on the device's clock, after three that do not count. */
+/**
+ * Milliseconds of every call on the device's clock, after three that do not count. Calls are queued behind work that
+ * keeps the device busy meanwhile, so that no time of the host is among them.
+ */
 function repeatOnDevice(call: () => Handle[], budget: number): number[] {
   const times: number[] = []
-  for (let spent = 0, i = -3; i < 5 || (spent < budget && i < 200); i++) {
-    const from = native.mark()
-    const handles = call()
-    const time = native.elapsed(from, native.mark())
-    for (const handle of handles) native.free(handle)
-    if (i < 0) continue
-    times.push(time)
-    spent += time
+  const spacer = native.random_uniform('f32', 2 ** 12, 2 ** 12, -1, 1, 1, 'cuda')
+  for (let spent = 0, calls = 3; times.length < 8 || (spent < budget && times.length < 203); ) {
+    for (let i = 0; i < 20; i++) native.free(native.convert(spacer, null, 'f32'))
+    const marks = Array.from({ length: calls }, () => {
+      const from = native.mark()
+      const handles = call()
+      const to = native.mark()
+      for (const handle of handles) native.free(handle)
+      return [from, to] as const
+    })
+    for (const [from, to] of marks) {
+      times.push(native.elapsed(from, to))
+      spent += times.at(-1) as number
+    }
+    native.forgetMarks()
+    calls = Math.max(5, Math.min(20, Math.ceil(budget / (times.at(-1) as number))))
   }
-  native.forgetMarks()
-  return times
+  native.free(spacer)
+  return times.slice(3)
 }
 
 /** A read behind some 20 ms of work: until the call returns, until the values are there, and the longest macrotask between. */
