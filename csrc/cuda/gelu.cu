@@ -45,7 +45,7 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<X>) == 1 ? 3 : 2) void gelu
     if (at.more()) next.fetch(x, at.run * kRun, at.run);
 #pragma unroll
     for (int k = 0; k < kRun; ++k) {
-      v[k] = fma_(-abs_(v[k]), normal_tail<Near>(v[k]), fmaxf(v[k], 0.f));
+      v[k] = copysign_(fma_(-abs_(v[k]), normal_tail<Near>(v[k]), fmaxf(v[k], 0.f)), v[k]);
     }
     if (here) {
       Pack<Y, kRun> pack;
@@ -122,8 +122,10 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) ==
       uint32_t differ = 0, least = ~0u;
 #pragma unroll
       for (int k = 0; k < kRun; k += 2) {
-        differ |= encode_near<CodeOf<DX>>({v[k] - error[k], v[k + 1] - error[k + 1]},
-                                          {v[k] + error[k], v[k + 1] + error[k + 1]}, pack.pair[k / 2]);
+        float low[2], high[2];
+        spread(v[k], error[k], low[0], high[0]);
+        spread(v[k + 1], error[k + 1], low[1], high[1]);
+        differ |= encode_near<CodeOf<DX>>(low, high, pack.pair[k / 2]);
         if constexpr (std::is_same_v<DX, BF16>) least = min(least, smallest_of(v[k], v[k + 1]));
       }
       certain = certain && differ == 0 && least >= kSmallest;

@@ -79,6 +79,11 @@ __device__ inline uint32_t encode_near(const float (&low)[2], const float (&high
   codes = encode_pair<Code>(high[0], high[1]);
   return codes ^ encode_pair<Code>(low[0], low[1]);
 }
+// The ends of what x can be, the one nearer to zero first; a zero that is exact keeps its sign.
+__device__ inline void spread(float x, float error, float& low, float& high) {
+  low = float_of(bits_of(abs_(x) - error) ^ (bits_of(x) & 0x80000000u));
+  high = copysign_(abs_(x) + error, x);
+}
 // 16 values that come with an error relative to themselves, not yet in units of the scale; returns whether all codes
 // are certain.
 template <class Y>

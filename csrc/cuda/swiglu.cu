@@ -214,9 +214,8 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
           for (int j = 0; j < 2; ++j) {
             float dgate, dup;
             const float s = swiglu_gradient<Near>(gate[k + j], up[k + j], g[k + j], dgate, dup);
-            const float error = abs_(g[k + j] * up[k + j]) * fma_(abs_(gate[k + j]), s, s) * kNearError;
-            low_gate[j] = (dgate - error) * inverse;
-            high_gate[j] = (dgate + error) * inverse;
+            const float error = abs_(g[k + j] * up[k + j]) * fma_(abs_(gate[k + j]), s, s) * (inverse * kNearError);
+            spread(dgate * inverse, error, low_gate[j], high_gate[j]);
             low_up[j] = dup * less;
             high_up[j] = dup * more;
           }
