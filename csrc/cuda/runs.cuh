@@ -140,6 +140,7 @@ class Output {
   static constexpr Scaling kScaling = Y::format().scaling;
   explicit Output(const Y& y, const float* given = nullptr, const uint32_t* max = nullptr)
       : y_(y), given_(given), max_(max) {}
+  __device__ const Y& view() const { return y_; }
 
   __device__ void open() {
     infs_ = 0;
@@ -198,6 +199,7 @@ template <>
 class Output<Measured> {
  public:
   explicit Output(uint32_t* max) : max_(max) {}
+  __device__ uint32_t* max() const { return max_; }
   __device__ void open() { seen_ = 0; }
   __device__ void put(int64_t, int64_t, const float (&x)[kRun]) {
     const uint32_t largest = range_of(x).max;
