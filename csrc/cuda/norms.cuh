@@ -43,8 +43,9 @@ struct RowNumbers {
   }
 };
 
-// The numbers of a row whose runs each(add) shows: add(x, count) for every run of the thread, each time it is called.
-template <bool Centred, class Each>
+// The numbers of a row whose runs each(add) shows: add(x, count) for every run of the thread, each time it is called,
+// count of whose elements exist and the others are zeros. Whole: all or none.
+template <bool Centred, bool Whole, class Each>
 __device__ inline RowNumbers<Centred> numbers_of(const Team& team, double per, float eps, int& turn, Each&& each) {
   RowNumbers<Centred> row;
   double sum[1] = {0}, middle = 0;
@@ -57,8 +58,9 @@ __device__ inline RowNumbers<Centred> numbers_of(const Team& team, double per, f
   }
   each([&](float(&x)[kRun], int count) {
     if constexpr (Centred) {
+      const float m = count > 0 ? row.m : 0.f;
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) x[k] = k < count ? x[k] - row.m : 0.f;
+      for (int k = 0; k < kRun; ++k) x[k] = Whole || k < count ? x[k] - m : 0.f;
     }
     sum[0] += square_piece(x);
   });
@@ -74,6 +76,7 @@ template <bool Centred, class X, class Y>
 __global__ __launch_bounds__(kWarps * 32, kForwardBlocks<X, Centred>) void norm_forward_kernel(X x, Norm norm,
                                                                                                Output<Y> y, Team team) {
   constexpr bool kMeasures = std::is_same_v<Y, Measured>;
+  constexpr bool kBounds = X::run != 0 && Output<Y>::kScaling == Scaling::tensor;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % team.warps;
   const int64_t step = int64_t{gridDim.x} * team.rows;
   extern __shared__ int4 shared[];
@@ -82,16 +85,16 @@ __global__ __launch_bounds__(kWarps * 32, kForwardBlocks<X, Centred>) void norm_
   float* bias_peaks = peaks + (Centred ? team.strips * 32 : 0);
   uint8_t* place = reinterpret_cast<uint8_t*>(bias_peaks + team.strips * 32) + warp * team.depth * Strip<X>::kBytes;
   clear_strips(place, team.depth * Strip<X>::kBytes);
-  const auto fetch = [&](int64_t row, int strip, uint8_t* to) {
-    if (row < team.M) Strip<X>::fetch(to, x, row, strip, team);
-  };
   // rows of a block lie far apart: the last round of the grid is spread over all multiprocessors
   int64_t row = blockIdx.x + int64_t{gridDim.x} * (warp / team.warps);
+  typename Strip<X>::Source source(x, row, team);
   uint8_t* to = place;
-  for (int strip = mine; strip < team.strips; strip += team.warps, to += Strip<X>::kBytes) fetch(row, strip, to);
+  for (int strip = mine; strip < team.strips && row < team.M; strip += team.warps, to += Strip<X>::kBytes)
+    source.fetch(to, strip, team);
   commit_strips();
-  weights.fill(norm.w, team, kMeasures ? peaks : nullptr);
-  if constexpr (Centred) biases.fill(norm.b, team, kMeasures ? bias_peaks : nullptr);
+  const float top_w = weights.fill(norm.w, team, kMeasures ? peaks : nullptr);
+  float top_b = 0.f;
+  if constexpr (Centred) top_b = biases.fill(norm.b, team, kMeasures ? bias_peaks : nullptr);
   y.open();
   __syncthreads();
   const double per = per_column(team.N);
@@ -99,30 +102,40 @@ __global__ __launch_bounds__(kWarps * 32, kForwardBlocks<X, Centred>) void norm_
   uint32_t* all = nullptr;
   if constexpr (kMeasures) all = y.max();
   Peak peak(all);
-  for (int64_t first = blockIdx.x; first < team.M; first += step, row += step) {
+  int64_t block = row * team.runs + lane;  // of the first strip of the row
+  for (int64_t first = blockIdx.x; first < team.M; first += step, row += step, block += step * team.runs) {
     if constexpr (kMeasures) peak.look();
     wait_for_strips();
-    const auto numbers = numbers_of<Centred>(team, per, norm.eps, turn, [&](auto&& add) {
+    float top = 0.f;  // bounds what this lane has of the row; passes over NaN, which no range sees
+    const auto numbers = numbers_of<Centred, true>(team, per, norm.eps, turn, [&](auto&& add) {
       if (row >= team.M) return;
       const uint8_t* from = place;
 #pragma unroll 2
       for (int strip = mine; strip < team.strips; strip += team.warps, from += Strip<X>::kBytes) {
         float v[kRun];
         Strip<X>::unpack(from, x, v);
-        add(v, lane < team.runs(strip) ? kRun : 0);
+        if constexpr (kBounds) top = fmaxf(top, Strip<X>::bound(from));
+        add(v, team.inside(strip) ? kRun : 0);
       }
     });
     if (row >= team.M) continue;
     if (mine == 0 && lane == 0) numbers.store(norm, row);
+    top = numbers.bound(top, top_w, top_b);
+    const bool finite = kBounds && top < kInf;
+    bool misses = true;
+    if constexpr (kBounds && kMeasures) misses = peak.misses(top);
+    const bool more = row + step < team.M;
+    source.skip(step, team);
     uint8_t* from = place;
 #pragma unroll 2
     for (int strip = mine; strip < team.strips; strip += team.warps, from += Strip<X>::kBytes) {
-      const int64_t b = row * (team.N / kRun) + strip * 32 + lane;
-      const bool inside = lane < team.runs(strip);
-      bool needed = true;
-      if constexpr (kMeasures)
-        needed = peak.misses(numbers.bound(Strip<X>::bound(from), peaks[strip * 32 + lane],
-                                           Centred ? bias_peaks[strip * 32 + lane] : 0.f));
+      const int64_t b = block + strip * 32;
+      const bool inside = team.inside(strip);
+      bool needed = misses;
+      if constexpr (kBounds && kMeasures)
+        if (needed)
+          needed = peak.misses(numbers.bound(Strip<X>::bound(from), peaks[strip * 32 + lane],
+                                             Centred ? bias_peaks[strip * 32 + lane] : 0.f));
       if (needed) {
         float v[kRun];
         Strip<X>::unpack(from, x, v);
@@ -139,11 +152,12 @@ __global__ __launch_bounds__(kWarps * 32, kForwardBlocks<X, Centred>) void norm_
         } else if constexpr (Output<Y>::kScaling == Scaling::none) {
           put_strip(y.view(), b * kRun, v, inside);
         } else {
-          if (inside) y.put(b * kRun, b, v);
+          if (inside && finite) y.put_finite(b * kRun, b, v);
+          if (inside && !finite) y.put(b * kRun, b, v);
         }
       }
       __syncwarp();
-      fetch(row + step, strip, from);
+      if (more) source.fetch(from, strip, team);
     }
     commit_strips();
     if constexpr (kMeasures) peak.tell();
@@ -163,7 +177,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
   y.open();
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < team.M;
        row += int64_t{gridDim.x} * kWarps) {
-    const auto numbers = numbers_of<Centred>(team, per, norm.eps, turn, [&](auto&& add) {
+    const auto numbers = numbers_of<Centred, false>(team, per, norm.eps, turn, [&](auto&& add) {
       for (int64_t run = lane; run < runs; run += 32) {
         float v[kRun];
         load_run(x, row, N, run, whole, v);

@@ -61,14 +61,14 @@ __global__ __launch_bounds__(kWarps * 32, 1) void norm_backward_kernel(DY dy, X 
   float4* exchange = weights.base + team.strips * 128;  // of sums, when the codes are done with
   uint8_t* place = reinterpret_cast<uint8_t*>(exchange) + warp * Depth * kBytes;
   clear_strips(place, Depth * kBytes);
-  const auto fetch = [&](int64_t row, int strip, uint8_t* to) {
-    if (row >= end) return;
-    Strip<DY>::fetch(to, dy, row, strip, team);
-    Strip<X>::fetch(to + Strip<DY>::kBytes, x, row, strip, team);
-  };
   int64_t row = begin + part + parts * place_of;
+  typename Strip<DY>::Source source_dy(dy, row, team);
+  typename Strip<X>::Source source_x(x, row, team);
   uint8_t* to = place;
-  for (int strip = mine; strip < team.strips; strip += team.warps, to += kBytes) fetch(row, strip, to);
+  for (int strip = mine; strip < team.strips && row < end; strip += team.warps, to += kBytes) {
+    source_dy.fetch(to, strip, team);
+    source_x.fetch(to + Strip<DY>::kBytes, strip, team);
+  }
   commit_strips();
   RowNumbers<Centred> next;
   if (row < end) next.load(norm, row);
@@ -89,7 +89,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void norm_backward_kernel(DY dy, X 
       if (row >= end || strip >= team.strips) continue;
       Strip<DY>::unpack(place + u * kBytes, dy, g);
       Strip<X>::unpack(place + u * kBytes + Strip<DY>::kBytes, x, xhat);
-      hats(numbers, xhat, lane < team.runs(strip));
+      hats(numbers, xhat, team.inside(strip));
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
         sums[u][k] += g[k] * xhat[k];
@@ -101,10 +101,13 @@ __global__ __launch_bounds__(kWarps * 32, 1) void norm_backward_kernel(DY dy, X 
     row_totals(means.sum, team, turn);
     means.finish(per);
     if (row >= end) continue;
+    const bool more = row + kStrands < end;
+    source_dy.skip(kStrands, team);
+    source_x.skip(kStrands, team);
     uint8_t* from = place;
 #pragma unroll 1
     for (int strip = mine; strip < team.strips; strip += team.warps, from += kBytes) {
-      const bool inside = lane < team.runs(strip);
+      const bool inside = team.inside(strip);
       Strip<DY>::unpack(from, dy, g);
       Strip<X>::unpack(from + Strip<DY>::kBytes, x, xhat);
       hats(numbers, xhat, inside);
@@ -113,7 +116,9 @@ __global__ __launch_bounds__(kWarps * 32, 1) void norm_backward_kernel(DY dy, X 
       for (int k = 0; k < kRun; ++k) g[k] = means.gradient(numbers.r, g[k], xhat[k]);
       put_strip(dx, row * team.N + strip * kStrip + lane * kRun, g, inside);
       __syncwarp();
-      fetch(row + kStrands, strip, from);
+      if (!more) continue;
+      source_dy.fetch(from, strip, team);
+      source_x.fetch(from + Strip<DY>::kBytes, strip, team);
     }
     commit_strips();
   }
@@ -144,7 +149,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void norm_backward_kernel(DY dy, X 
 #pragma unroll
     for (int u = 0; u < Depth; ++u) {
       const int strip = mine + u * team.warps;
-      if (place_of > 0 || strip >= team.strips || lane >= team.runs(strip)) continue;
+      if (place_of > 0 || strip >= team.strips || !team.inside(strip)) continue;
       float* out = partial + (int64_t{blockIdx.x} * kSums + kind) * team.N + strip * kStrip + lane * kRun;
 #pragma unroll
       for (int k = 0; k < kRun; k += 4)

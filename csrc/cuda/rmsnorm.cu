@@ -32,11 +32,15 @@ __global__ __launch_bounds__(kWarps * 32,
     if (magnitude <= kInf) atomicMax(&peaks[n / kRun & (kept - 1)], bits_of(magnitude));
   }
   __syncthreads();
+  uint32_t peak_of_all = 0;
+  for (int i = threadIdx.x; i < kept; i += blockDim.x) peak_of_all = max(peak_of_all, peaks[i]);
+  const float top_w = float_of(block_max(peak_of_all));
   Peak peak(&found->largest);
   uint32_t infs = 0;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < M; row += int64_t{gridDim.x} * kWarps) {
     peak.look();
     double sum = 0;
+    float top = 0.f;  // bounds what this lane has of the twin; passes over NaN
     for (int64_t first = 0; first < runs; first += 32) {
       const int64_t run = first + lane, i = row * N + run * kRun, block = row * runs + run;
       const bool inside = run < runs;
@@ -66,12 +70,14 @@ __global__ __launch_bounds__(kWarps * 32,
           twin.codes[i + k] = codes.code[k];
         }
       }
+      top = fmaxf(top, BFloat16::decode(codes.scale) * E4M3::max());
       codes.unpack(twin, x);
       sum += square_piece(x);
     }
     const float r = inverse_deviation(warp_sum(sum), per, eps);
     if (lane == 0) rstd[row] = r;
-    for (int64_t first = 0; first < runs; first += 32) {
+    const bool misses = peak.misses(top * r * top_w);
+    for (int64_t first = 0; misses && first < runs; first += 32) {
       const int64_t run = first + lane;
       const bool inside = run < runs;
       float bound = 0.f;

@@ -45,18 +45,16 @@ constexpr int64_t kMostShared = 227 * 1024;  // bytes a block can have
 // How the warps of a block share rows of N columns, a multiple of 32: warp w of a row has its strips w, w + warps, …
 struct Team {
   int64_t M, N;
-  int strips, warps, rows, depth;  // of a row; a row; at a time in a block, 0: N is too large; strips a warp at most
+  int runs, strips, warps;  // of a row
+  int rows, depth;          // at a time in a block, 0: N is too large; strips a warp at most
   Team(int64_t M_, int64_t N_, int most)
-      : M(M_), N(N_), strips(static_cast<int>(std::min<int64_t>((N + kStrip - 1) / kStrip, 1 << 20))) {
-    warps = (strips + most - 1) / most;
+      : M(M_), N(N_), runs(static_cast<int>(std::min<int64_t>(N / kRun, 1 << 20))), strips((runs + 31) / 32) {
+    warps = std::max(1, (strips + most - 1) / most);
     rows = kWarps / warps;
     depth = (strips + warps - 1) / warps;
   }
   unsigned threads() const { return static_cast<unsigned>(rows * warps * 32); }
-  __device__ int runs(int strip) const {
-    const int64_t left = N / kRun - int64_t{strip} * 32;
-    return left < 32 ? static_cast<int>(left) : 32;
-  }
+  __device__ bool inside(int strip) const { return strip * 32 + static_cast<int>(threadIdx.x % 32) < runs; }
 };
 
 // Where a warp keeps the codes of one strip. They come asynchronously, side by side from global memory, and lie so that
@@ -68,22 +66,35 @@ struct Strip {
   static constexpr int kBytes = 32 * (16 * kWords + (X::run != 0 ? 2 : 0));
   static __device__ int place(int run, int part) { return part * 32 + (run ^ (part * (8 / kWords))); }
 
-  static __device__ void fetch(uint8_t* to, const X& x, int64_t row, int strip, const Team& team) {
-    const int lane = threadIdx.x % 32, runs = team.runs(strip);
-    const int64_t begin = row * team.N + int64_t{strip} * kStrip;
-    const int4* from = reinterpret_cast<const int4*>(x.codes + begin);
-    int4* words = reinterpret_cast<int4*>(to);
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) {
-      const int word = k * 32 + lane;
-      if (word < runs * kWords)
-        __pipeline_memcpy_async(words + place(word / kWords, word % kWords), from + word, sizeof(int4));
+  // A row to fetch strips from, as the lane sees it.
+  struct Source {
+    const int4* words;
+    const uint32_t* scales = nullptr;
+    __device__ Source(const X& x, int64_t row, const Team& team)
+        : words(reinterpret_cast<const int4*>(x.codes + row * team.N) + threadIdx.x % 32) {
+      if constexpr (X::run != 0)
+        scales = reinterpret_cast<const uint32_t*>(x.scale + row * team.runs) + threadIdx.x % 32;
     }
-    if constexpr (X::run != 0)
-      if (2 * lane < runs)
-        __pipeline_memcpy_async(reinterpret_cast<uint32_t*>(words + 32) + lane,
-                                reinterpret_cast<const uint32_t*>(x.scale + begin / kRun) + lane, sizeof(uint32_t));
-  }
+    __device__ void skip(int64_t rows, const Team& team) {
+      words += rows * team.runs * kWords;
+      if constexpr (X::run != 0) scales += rows * (team.runs / 2);
+    }
+    __device__ void fetch(uint8_t* to, int strip, const Team& team) const {
+      const int lane = threadIdx.x % 32, left = team.runs - strip * 32;
+      int4* place_of_words = reinterpret_cast<int4*>(to);
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) {
+        const int word = k * 32 + lane;
+        if (word / kWords < left)
+          __pipeline_memcpy_async(place_of_words + place(word / kWords, word % kWords),
+                                  words + strip * (32 * kWords) + k * 32, sizeof(int4));
+      }
+      if constexpr (X::run != 0)
+        if (lane < 16 && 2 * lane < left)
+          __pipeline_memcpy_async(reinterpret_cast<uint32_t*>(place_of_words + 32) + lane, scales + strip * 16,
+                                  sizeof(uint32_t));
+    }
+  };
   // The run of this lane.
   static __device__ void unpack(const uint8_t* from, const X& x, float (&v)[kRun]) {
     const int lane = threadIdx.x % 32;
@@ -122,24 +133,23 @@ __device__ inline void wait_for_strips() {
 struct Shelf {
   float4* base;
   static __host__ __device__ int bytes(int strips) { return strips * kStrip * static_cast<int>(sizeof(float)); }
-  // peaks, if asked for: the largest finite or infinite magnitude of every run.
-  __device__ void fill(const Vector& from, const Team& team, float* peaks) const {
+  // The largest magnitude of the block, but for NaN; of every run, if asked for. All threads call it.
+  __device__ float fill(const Vector& from, const Team& team, float* peaks) const {
+    float top = 0.f;
     for (int run = threadIdx.x; run < team.strips * 32; run += blockDim.x) {
-      float x[kRun] = {};
-      if (run < team.N / kRun) from.load(int64_t{run} * kRun, x);
+      float x[kRun] = {}, peak = 0.f;
+      if (run < team.runs) from.load(int64_t{run} * kRun, x);
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         base[(run / 32 * 4 + q) * 32 + run % 32] = make_float4(x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]);
-      if (peaks) peaks[run] = peak_of(x);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) peak = fmaxf(peak, fabsf(x[k]));
+      if (peaks) peaks[run] = peak;
+      top = fmaxf(top, peak);
     }
+    return float_of(block_max(bits_of(top)));
   }
   __device__ float4 load(int strip, int quarter) const { return base[(strip * 4 + quarter) * 32 + threadIdx.x % 32]; }
-  __device__ static float peak_of(const float (&x)[kRun]) {
-    float peak = 0.f;
-#pragma unroll
-    for (int k = 0; k < kRun; ++k) peak = fmaxf(peak, fabsf(x[k]));
-    return peak;
-  }
 };
 
 // The runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of memory. i is
@@ -203,7 +213,7 @@ class Peak {
   explicit __device__ Peak(uint32_t* all) : all_(all) {}
   // Asks what the grid has found: early, since the answer takes a while.
   __device__ void look() { known_ = *static_cast<volatile uint32_t*>(all_); }
-  // Whether the run of any lane has to be computed; also with NaN for a bound.
+  // Whether anything that a lane bounds has to be computed; also with NaN for a bound.
   __device__ bool misses(float bound) const {
     return __any_sync(0xffffffffu, !(bound <= float_of(found_ > known_ ? found_ : known_)));
   }

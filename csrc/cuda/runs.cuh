@@ -158,6 +158,14 @@ class Output {
     Pack<Y, kRun> pack;
     pack.put(y_, i, seal(b, x), x);
   }
+  // The same where no element is infinite, which spares the search for those.
+  __device__ void put_finite(int64_t i, int64_t b, const float (&x)[kRun]) {
+    Pack<Y, kRun> pack;
+    if constexpr (kScaling == Scaling::tensor)
+      pack.put(y_, i, sealed_, x);
+    else
+      put(i, b, x);
+  }
   // The first `count` of x, the others being zero: i is the start of run b, or of anything where Y has no runs.
   __device__ void put_some(int64_t i, int64_t b, const float (&x)[kRun], int count) {
     const auto sealed = seal(b, x);
@@ -198,6 +206,7 @@ struct Measured {};
 template <>
 class Output<Measured> {
  public:
+  static constexpr Scaling kScaling = Scaling::tensor;
   explicit Output(uint32_t* max) : max_(max) {}
   __device__ uint32_t* max() const { return max_; }
   __device__ void open() { seen_ = 0; }
