@@ -39,6 +39,7 @@ const fills: Readonly<Record<string, (u: number, sizes: Sizes) => number>> = {
   v: (u) => u * u,
   clip: () => 0.5, // [factor, skip]: skip is set to 0 below
   dloss: () => 1,
+  scale: () => 1 / 128, // for numbers up to 3.5 in e4m3
 }
 
 /** Half a unit in the last place, as a part of the value, with some room for sums. */

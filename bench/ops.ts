@@ -60,10 +60,10 @@ const matmul = (
   },
 })
 
-const rmsnorm = (x: AnyFormat, y: AnyFormat): OpCase => ({
+const rmsnorm = (x: AnyFormat, y: AnyFormat, given: OpCase['formats'] = {}): OpCase => ({
   op: 'rmsnorm_forward',
   sizes: rows,
-  formats: { x, w: 'f32', y, rstd: 'f32' },
+  formats: { x, w: 'f32', ...given, y, rstd: 'f32' },
   numbers: { eps: 1e-6 },
   expect: {
     result: 'y',
@@ -135,6 +135,14 @@ export const opCases: readonly OpCase[] = [
   },
   rmsnorm('bf16', 'bf16'),
   rmsnorm('e4m3/g16', 'e4m3/t'),
+  rmsnorm('e4m3/g16', 'e4m3/t', { scale: 'f32' }),
+  {
+    op: 'add_rmsnorm_forward',
+    sizes: rows,
+    formats: { a: 'bf16', b: 'bf16', w: 'f32', y: 'bf16', twin: 'e4m3/g16', rstd: 'f32', scale: 'f32' },
+    numbers: { eps: 1e-6 },
+    expect: { result: 'y', value: (i, values) => at(values, 'a', i) + at(values, 'b', i) },
+  },
   {
     op: 'rmsnorm_backward',
     sizes: rows,

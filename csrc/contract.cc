@@ -271,8 +271,8 @@ Shape Contract::output_shape(const Argument& argument) const {
   return shape;
 }
 
-void check_row_not_empty(const Tensor& x) {
-  if (x.shape.cols() == 0) fail("shape", "x", "x ", text_of(x), " must have at least one column");
+void check_row_not_empty(const Tensor& x, const char* argument) {
+  if (x.shape.cols() == 0) fail("shape", argument, argument, " ", text_of(x), " must have at least one column");
 }
 
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J) {

@@ -40,6 +40,25 @@ COAT_HD double square_piece(const float (&a)[kPiece]) {
   return exact;
 }
 
+// Norms of rows of n columns, from FP64 sums: per = 1 / n, since a product costs a fraction of a quotient.
+COAT_HD double per_column(int64_t n) { return 1.0 / static_cast<double>(n); }
+// 1 / sqrt(sum * per + eps); in FP64 where FP32 cannot hold the variance.
+COAT_HD float inverse_deviation(double sum, double per, float eps) {
+  const double variance = sum * per + static_cast<double>(eps);
+  const float x = static_cast<float>(variance);
+  if (x >= kMinNormal && x < kInf) return 1.f / sqrt_(x);
+#ifdef __CUDA_ARCH__
+  return static_cast<float>(1.0 / __dsqrt_rn(variance));
+#else
+  return static_cast<float>(1.0 / __builtin_sqrt(variance));
+#endif
+}
+// Sum of (x - middle)^2, given the sum of (x - m)^2 with m = middle rounded to FP32: x - m is exact where it matters.
+COAT_HD double spread_about(double squares, double middle, float m, int64_t n) {
+  const double off = middle - static_cast<double>(m), spread = squares - static_cast<double>(n) * (off * off);
+  return spread < 0 ? 0 : spread;
+}
+
 // e^x, for softmax and sigmoid.
 COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }
 

@@ -25,6 +25,8 @@ export interface NativeOps {
   rmsnorm_forward(x: Handle, w: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, rstd: Handle]
   /** dx = rstd * (w * dy - xhat * mean(w * dy * xhat)), dw = sum over rows of dy * xhat, xhat = x * rstd. dy [M, N], x [M, N], w [N], rstd [M], dx [M, N], dw [N]. */
   rmsnorm_backward(dy: Handle, x: Handle, w: Handle, rstd: Handle, dx: 'f32' | 'bf16', dw: 'f32' | 'bf16'): [dx: Handle, dw: Handle]
+  /** y = a + b, summed in FP32; twin = the same FP32 sum, quantized; rstd is that of rmsnorm_forward of the twin, and scale the one that it would measure for an e4m3/t output: give it that scale, and it needs one pass. a [M, N], b [M, N], w [N], y [M, N], twin [M, N], rstd [M], scale [1]. */
+  add_rmsnorm_forward(a: Handle, b: Handle, w: Handle, y: 'f32' | 'bf16', eps: number): [y: Handle, twin: Handle, rstd: Handle, scale: Handle]
   /** y = (x - mean) * rstd * w + b row by row, without w and b when absent; rstd = 1 / sqrt(var + eps). x [M, N], w [N], b [N], scale [1], y [M, N], mean [M], rstd [M]. */
   layernorm_forward(x: Handle, w: Handle | null, b: Handle | null, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, mean: Handle, rstd: Handle]
   /** g = w * dy: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); dw = sum of dy * xhat, db = sum of dy, over rows. dy [M, N], x [M, N], w [N], mean [M], rstd [M], dx [M, N], dw [N], db [N]. */

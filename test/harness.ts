@@ -148,6 +148,12 @@ export const sizes = [
   { M: 257, N: 384 },
 ]
 
+/** For ops that share a row among many threads: rows that several warps share, with and without a last part. */
+export const wideSizes = [
+  { M: 18, N: 1568 },
+  { M: 3, N: 4640 },
+]
+
 interface Input {
   shape: Shape
   bytes: Uint8Array

@@ -1,4 +1,5 @@
-// layernorm: row by row, with or without weight and bias; mean and variance in FP64, everything else in FP32.
+// layernorm: row by row, with or without weight and bias; sums along rows in pieces, everything else
+// in FP32.
 #include "../contract.h"
 #include "../ops.h"
 #include "rows.h"
@@ -11,19 +12,16 @@ void layernorm_forward(const layernorm_forward_args& args) {
   const std::vector<float> w = args.w ? read_all(args.w) : std::vector<float>(N, 1.f);
   const std::vector<float> b = args.b ? read_all(args.b) : std::vector<float>(N, 0.f);
   float *mean = args.mean.as<float>(), *rstd = args.rstd.as<float>();
-  const double count = static_cast<double>(N);
+  const double per = per_column(N);
   write_rows(args.y, args.scale, [&](int64_t row, float* out) {
     read_row(args.x, row, out);
-    const double middle = sum_of(N, [&](int64_t n) { return out[n]; }) / count;
-    const double spread = sum_of(N, [&](int64_t n) {
-      const double d = static_cast<double>(out[n]) - middle;
-      return d * d;
-    });
+    const double middle = sum_row(out, N) * per;
     const float m = static_cast<float>(middle);
-    const float r = inverse_deviation(spread, N, args.eps);
+    for (int64_t n = 0; n < N; ++n) out[n] = out[n] - m;
+    const float r = inverse_deviation(spread_about(square_row(out, N), middle, m, N), per, args.eps);
     mean[row] = m;
     rstd[row] = r;
-    for (int64_t n = 0; n < N; ++n) out[n] = fma_((out[n] - m) * r, w[n], b[n]);
+    for (int64_t n = 0; n < N; ++n) out[n] = fma_(out[n] * r, w[n], b[n]);
   });
 }
 
@@ -31,7 +29,7 @@ void layernorm_backward(const layernorm_backward_args& args) {
   const int64_t M = args.x.shape.rows(), N = args.x.shape.cols();
   const std::vector<float> w = args.w ? read_all(args.w) : std::vector<float>(N, 1.f);
   const float *mean = args.mean.as<float>(), *rstd = args.rstd.as<float>();
-  const double count = static_cast<double>(N);
+  const double per = per_column(N);
   Writer dx(args.dx, {});
   // sums: dw, then db
   const std::vector<float> sums = sum_rows(M, 2 * N, [&](int64_t row, float* sums) {
@@ -47,8 +45,7 @@ void layernorm_backward(const layernorm_backward_args& args) {
       sums[N + n] += g[n];
       g[n] *= w[n];
     }
-    const float a = static_cast<float>(sum_of(N, [&](int64_t n) { return g[n]; }) / count);
-    const float b = static_cast<float>(sum_of(N, [&](int64_t n) { return static_cast<double>(g[n]) * x[n]; }) / count);
+    const float a = static_cast<float>(sum_row(g, N) * per), b = static_cast<float>(dot_row(g, x, N) * per);
     for (int64_t n = 0; n < N; ++n) out[n] = rstd[row] * (g[n] - a - x[n] * b);
     dx.write(row * N, (row + 1) * N, out);
   });

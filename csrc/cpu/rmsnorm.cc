@@ -1,4 +1,4 @@
-// rmsnorm: row by row; the mean of squares in FP64, everything else in FP32.
+// rmsnorm: row by row, also of the sum of two tensors; sums along rows in pieces, everything else in FP32.
 #include "../contract.h"
 #include "../ops.h"
 #include "rows.h"
@@ -12,8 +12,7 @@ void rmsnorm_forward(const rmsnorm_forward_args& args) {
   float* rstd = args.rstd.as<float>();
   write_rows(args.y, args.scale, [&](int64_t row, float* out) {
     read_row(args.x, row, out);
-    const double squares = sum_of(N, [&](int64_t n) { return static_cast<double>(out[n]) * out[n]; });
-    const float r = inverse_deviation(squares, N, args.eps);
+    const float r = inverse_deviation(square_row(out, N), per_column(N), args.eps);
     rstd[row] = r;
     for (int64_t n = 0; n < N; ++n) out[n] = out[n] * r * w[n];
   });
@@ -36,12 +35,36 @@ void rmsnorm_backward(const rmsnorm_backward_args& args) {
       sums[n] += g[n] * x[n];
       g[n] *= w[n];
     }
-    const float mean = static_cast<float>(sum_of(N, [&](int64_t n) { return static_cast<double>(g[n]) * x[n]; }) /
-                                          static_cast<double>(N));
+    const float mean = static_cast<float>(dot_row(g, x, N) * per_column(N));
     for (int64_t n = 0; n < N; ++n) out[n] = rstd[row] * (g[n] - x[n] * mean);
     dx.write(row * N, (row + 1) * N, out);
   });
   Writer(args.dw, {}).write(0, N, dw.data());
+}
+
+void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
+  const int64_t N = args.a.shape.cols();
+  check_row_not_empty(args.a, "a");
+  const std::vector<float> w = read_all(args.w);
+  float* rstd = args.rstd.as<float>();
+  std::atomic<uint32_t> largest{0};
+  const Writer twin(args.twin, {});
+  write_rows(args.y, {}, [&](int64_t row, float* out) {
+    std::vector<float> x(N);
+    read_row(args.a, row, out);
+    read_row(args.b, row, x.data());
+    for (int64_t n = 0; n < N; ++n) out[n] = out[n] + x[n];
+    twin.write(row * N, (row + 1) * N, out);
+    read_row(args.twin, row, x.data());
+    const float r = inverse_deviation(square_row(x.data(), N), per_column(N), args.eps);
+    rstd[row] = r;
+    Range range;
+    for (int64_t n = 0; n < N; ++n) range.add(x[n] * r * w[n]);
+    uint32_t seen = largest.load(std::memory_order_relaxed);
+    while (seen < range.max && !largest.compare_exchange_weak(seen, range.max, std::memory_order_relaxed)) {
+    }
+  });
+  *args.scale.as<float>() = scale_for<E4M3>(Range{largest.load(), 0});
 }
 
 }  // namespace coat::cpu

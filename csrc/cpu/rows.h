@@ -87,9 +87,30 @@ double sum_of(int64_t n, F&& f) {
          ((partial[2] + partial[6]) + (partial[3] + partial[7]));
 }
 
-// 1 / sqrt(sum / n + eps) for the rows of a norm; in FP64, where the square of no f32 overflows.
-inline float inverse_deviation(double sum, int64_t n, float eps) {
-  return static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));
+// A sum along rows of n columns in pieces, as formula.h says: piece(a piece of every row), the last filled with zeros.
+template <class Piece, class... Row>
+double sum_pieces(int64_t n, Piece&& piece, const Row*... row) {
+  struct Padded {
+    float x[kPiece] = {};
+    Padded(const float* from, int64_t count) { std::copy(from, from + count, x); }
+  };
+  double sum = 0;
+  int64_t i = 0;
+  for (; i + kPiece <= n; i += kPiece) sum += piece(*reinterpret_cast<const float(*)[kPiece]>(row + i)...);
+  if (i < n) sum += piece(Padded(row + i, n - i).x...);
+  return sum;
+}
+inline double sum_row(const float* a, int64_t n) {
+  return sum_pieces(
+      n, [](const float(&x)[kPiece]) { return sum_piece(x); }, a);
+}
+inline double square_row(const float* a, int64_t n) {
+  return sum_pieces(
+      n, [](const float(&x)[kPiece]) { return square_piece(x); }, a);
+}
+inline double dot_row(const float* a, const float* b, int64_t n) {
+  return sum_pieces(
+      n, [](const float(&x)[kPiece], const float(&y)[kPiece]) { return dot_piece(x, y); }, a, b);
 }
 
 // Sums over rows: body(row, sums) adds a row to `sums` [width]; strands, chunks and their order as formula.h says.

@@ -305,7 +305,7 @@ void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given,
 void convert_transposed(const convert_transposed_args& args) {
   const Tensor &x = args.x, &y = args.y;
   const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
-  if (x.format == y.format && !args.scale) {
+  if (x.format == y.format && (!args.scale || x.format.scaling == Scaling::none)) {
     if (x.format.dtype == DType::f32) return transpose(Moved<4>(x), Moved<4>(y), M, N, nullptr, nullptr);
     if (x.format.dtype == DType::bf16) return transpose(Moved<2>(x), Moved<2>(y), M, N, nullptr, nullptr);
     return transpose(Moved<1>(x), Moved<1>(y), M, N, nullptr, nullptr);

@@ -144,6 +144,7 @@ class Output {
   static constexpr Scaling kScaling = Y::format().scaling;
   explicit Output(const Y& y, const float* given = nullptr, const uint32_t* max = nullptr)
       : y_(y), given_(given), max_(max) {}
+  __device__ const Y& view() const { return y_; }
 
   __device__ void open() {
     infs_ = 0;
@@ -160,6 +161,14 @@ class Output {
   __device__ void put(int64_t i, int64_t b, const float (&x)[kRun]) {
     Pack<Y, kRun> pack;
     pack.put(y_, i, seal(b, x), x);
+  }
+  // The same where no element is infinite, which spares the search for those.
+  __device__ void put_finite(int64_t i, int64_t b, const float (&x)[kRun]) {
+    Pack<Y, kRun> pack;
+    if constexpr (kScaling == Scaling::tensor)
+      pack.put(y_, i, sealed_, x);
+    else
+      put(i, b, x);
   }
   // The first `count` of x, the others being zero: i is the start of run b, or of anything where Y has no runs.
   __device__ void put_some(int64_t i, int64_t b, const float (&x)[kRun], int count) {
@@ -214,8 +223,9 @@ struct Measured {};
 template <>
 class Output<Measured> {
  public:
+  static constexpr Scaling kScaling = Scaling::tensor;
   explicit Output(uint32_t* max) : max_(max) {}
-  uint32_t* max() const { return max_; }
+  COAT_HD uint32_t* max() const { return max_; }
   __device__ void open() { seen_ = 0; }
   __device__ void put(int64_t, int64_t, const float (&x)[kRun]) {
     const uint32_t largest = range_of(x).max;

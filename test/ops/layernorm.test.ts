@@ -1,21 +1,22 @@
 // layernorm against its formula in float64, with and without weight and bias.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { checkGradient, checkOp, own, read, sizes, tensor } from '../harness.ts'
+import { checkGradient, checkOp, own, read, sizes, tensor, wideSizes } from '../harness.ts'
 import { type Given, matrix, sum, vector } from '../values.ts'
 
 function forward({ x, w, b, eps, M, N }: Given) {
   const mean = vector(M, (m) => sum(N, (n) => x(m, n)) / N)
+  const size = vector(M, (m) => sum(N, (n) => Math.abs(x(m, n))) / N) // that errors of the mean are relative to
   const rstd = vector(M, (m) => 1 / Math.sqrt(sum(N, (n) => (x(m, n) - mean(m)) ** 2) / N + eps))
   return {
     mean,
-    '|mean|': vector(M, (m) => sum(N, (n) => Math.abs(x(m, n))) / N),
+    '|mean|': size,
     rstd,
     y: matrix(M, N, (m, n) => (x(m, n) - mean(m)) * rstd(m) * (w?.(n) ?? 1) + (b?.(n) ?? 0)),
     '|y|': matrix(
       M,
       N,
-      (m, n) => (Math.abs(x(m, n)) + Math.abs(mean(m))) * rstd(m) * Math.abs(w?.(n) ?? 1) + Math.abs(b?.(n) ?? 0),
+      (m, n) => (Math.abs(x(m, n)) + size(m)) * rstd(m) * Math.abs(w?.(n) ?? 1) + Math.abs(b?.(n) ?? 0),
     ),
   }
 }
@@ -38,8 +39,12 @@ function backward({ dy, x, w, mean, rstd, M, N }: Given) {
 }
 
 describe('layernorm', () => {
-  checkOp('layernorm_forward', { sizes, numbers: { eps: 1e-5 }, reference: forward })
-  checkOp('layernorm_backward', { sizes, data: { rstd: (random) => 0.1 + random.uniform() }, reference: backward })
+  checkOp('layernorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: forward })
+  checkOp('layernorm_backward', {
+    sizes: [...sizes, ...wideSizes],
+    data: { rstd: (random) => 0.1 + random.uniform() },
+    reference: backward,
+  })
   checkGradient('layernorm', {
     numbers: { M: 3, N: 5, eps: 1e-5 },
     inputs: { x: [3, 5], w: [5, 1], b: [5, 1] },

@@ -1,8 +1,9 @@
 // rmsnorm against its formula in float64.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { checkGradient, checkOp, own, read, sizes, tensor } from '../harness.ts'
-import { type Given, matrix, sum, vector } from '../values.ts'
+import { stepOf } from '../decode.ts'
+import { bytesOf, checkGradient, checkOp, devices, own, present, read, sizes, tensor, wideSizes } from '../harness.ts'
+import { type Given, largest, matrix, Random, sum, type Values, vector } from '../values.ts'
 
 function forward({ x, w, eps, M, N }: Given) {
   const rstd = vector(M, (m) => 1 / Math.sqrt(sum(N, (n) => x(m, n) ** 2) / N + eps))
@@ -22,9 +23,43 @@ function backward({ dy, x, w, rstd, M, N }: Given) {
   }
 }
 
+/** x as e4m3/g16 keeps it. */
+function quantized(x: Values, M: number, N: number): Values {
+  const bits = new DataView(new ArrayBuffer(4))
+  const scaleOf = (m: number, start: number) => {
+    const amax = largest(Math.min(16, N - start), (k) => Math.abs(x(m, start + k))) || 1
+    bits.setFloat32(0, amax / 448)
+    bits.setUint32(0, ((bits.getUint32(0) + 0xffff) >>> 16) << 16) // the next bf16
+    return bits.getFloat32(0)
+  }
+  return matrix(M, N, (m, n) => {
+    const scale = scaleOf(m, n - (n % 16))
+    const code = Math.fround(Math.fround(x(m, n)) * Math.fround(1 / scale))
+    const step = stepOf('e4m3', Math.abs(code))
+    const steps = Math.abs(code) / step
+    const up = steps - Math.floor(steps) > 0.5 || (steps - Math.floor(steps) === 0.5 && Math.floor(steps) % 2 === 1)
+    return Math.sign(code) * (Math.floor(steps) + (up ? 1 : 0)) * step * scale
+  })
+}
+
+function addForward({ a, b, w, eps, M, N }: Given) {
+  const y = matrix(M, N, (m, n) => Math.fround(a(m, n) + b(m, n)))
+  const norm = forward({ x: quantized(y, M, N), w, eps, M, N } as Given)
+  const amax = Math.max(
+    0,
+    largest(M * N, (i) => Math.abs(norm.y(i))),
+  )
+  return { y, twin: y, rstd: norm.rstd, scale: vector(1, () => (amax || 1) / 448) }
+}
+
 describe('rmsnorm', () => {
-  checkOp('rmsnorm_forward', { sizes, numbers: { eps: 1e-5 }, reference: forward })
-  checkOp('rmsnorm_backward', { sizes, data: { rstd: (random) => 0.1 + random.uniform() }, reference: backward })
+  checkOp('rmsnorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: forward })
+  checkOp('rmsnorm_backward', {
+    sizes: [...sizes, ...wideSizes],
+    data: { rstd: (random) => 0.1 + random.uniform() },
+    reference: backward,
+  })
+  checkOp('add_rmsnorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: addForward })
   checkGradient('rmsnorm', {
     numbers: { M: 3, N: 5, eps: 1e-5 },
     inputs: { x: [3, 5], w: [5, 1] },
@@ -32,6 +67,40 @@ describe('rmsnorm', () => {
     backward: (given) => backward({ ...given, ...forward(given) }),
     gradients: { dx: 'x', dw: 'w' },
   })
+
+  for (const device of devices)
+    it.skipIf(!present(device)).each([
+      [5, 33],
+      [7, 16],
+      [130, 576],
+      [3, 4640],
+    ])(`add_rmsnorm_forward is add, then rmsnorm_forward of the twin, on ${device}: [%i, %i]`, async (M, N) => {
+      const random = new Random(M)
+      const make = (shape: number[], format: 'f32' | 'bf16', special?: number) => {
+        const count = shape.reduce((product, size) => product * size, 1)
+        const values = Float32Array.from({ length: count }, () => random.typical())
+        if (special !== undefined) values[count >> 1] = special
+        const plain = own(native.make('f32', shape, device, 'temp'))
+        native.write(plain, values)
+        return own(native.convert(plain, null, format))
+      }
+      for (const special of [undefined, Number.NaN, Number.POSITIVE_INFINITY])
+        for (const format of ['f32', 'bf16'] as const) {
+          const [a, b, w] = [make([M, N], format, special), make([M, N], format), make([N], 'f32')]
+          const [y, twin, rstd, scale] = own(native.add_rmsnorm_forward(a, b, w, format, 1e-5))
+          const [sum, quantized] = own(native.add(a, b, format, 'e4m3/g16'))
+          const [measured, itsRstd] = own(native.rmsnorm_forward(twin, w, null, 'e4m3/t', 1e-5))
+          const [given] = own(native.rmsnorm_forward(twin, w, scale, 'e4m3/t', 1e-5))
+          const pairs = [
+            [y, sum],
+            [twin, quantized as number],
+            [rstd, itsRstd],
+            [given, measured],
+            [scale, own(native.scale_of(measured))],
+          ] as const
+          for (const [ours, theirs] of pairs) expect(await bytesOf(ours)).toEqual(await bytesOf(theirs))
+        }
+    })
 
   it('NaN reaches its own row and no other', async () => {
     const values = Array.from({ length: 5 * 8 }, (_, i) => Math.sin(i))
@@ -60,5 +129,9 @@ describe('rmsnorm', () => {
     for (const [i, value] of y.entries()) expect(Math.abs(value - (i % 2 ? -1 : 1))).toBeLessThan(1e-6)
     const none = native.rmsnorm_forward.bind(native, tensor('f32', [2, 0], []), tensor('f32', [0], []), null)
     expect(() => none('f32', 1e-5)).toThrow('rmsnorm_forward: x f32[2, 0] must have at least one column')
+    const [a, v] = [tensor('f32', [2, 0], []), tensor('f32', [0], [])]
+    expect(() => native.add_rmsnorm_forward(a, a, v, 'f32', 1e-5)).toThrow(
+      'add_rmsnorm_forward: a f32[2, 0] must have at least one column',
+    )
   })
 })
