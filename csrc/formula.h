@@ -6,32 +6,39 @@ namespace coat {
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-// Sums over rows (gradients of weights and biases) run in FP32 within chunks of kSumRows rows: kStrands sums a chunk,
-// row r of it going to sum r % kStrands, joined as join_strands does; the chunks are added in FP64, in order. Part of
-// the formula, because both backends must give the same bits.
-constexpr int64_t kSumRows = 128;
-constexpr int kStrands = 8;
+// Sums over rows (gradients of weights and biases) run in FP32 within strands of kStrandRows rows, a chunk of kSumRows
+// rows joins its strands in FP32, and the chunks are added in FP64, always in order. Part of the formula, because both
+// backends must give the same bits.
+constexpr int kStrandRows = 16, kStrands = 8;
+constexpr int64_t kSumRows = kStrandRows * kStrands;
 COAT_HD float join_strands(const float (&sum)[kStrands]) {
-  return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+  float total = sum[0];
+  for (int s = 1; s < kStrands; ++s) total += sum[s];
+  return total;
 }
 
-// Sums along a row (means of norms) run in FP32 within pieces of kPiece columns, which are added in FP64. Zeros behind
-// the end of a row change nothing.
+// Sums along a row (means of norms) run in FP32 within pieces of kPiece columns, which are added in FP64: quarters of a
+// piece, joined as join_quarters does. Zeros behind the end of a row change nothing.
 constexpr int kPiece = 16;
+COAT_HD float dot_quarter(const float* a, const float* b) {
+  return fma_(a[3], b[3], fma_(a[2], b[2], fma_(a[1], b[1], a[0] * b[0])));
+}
+COAT_HD float sum_quarter(const float* a) { return ((a[0] + a[1]) + a[2]) + a[3]; }
+COAT_HD float join_quarters(float a, float b, float c, float d) { return (a + c) + (b + d); }
 COAT_HD double dot_piece(const float (&a)[kPiece], const float (&b)[kPiece]) {
-  float sum[4] = {a[0] * b[0], a[1] * b[1], a[2] * b[2], a[3] * b[3]};
-  for (int k = 4; k < kPiece; ++k) sum[k % 4] = fma_(a[k], b[k], sum[k % 4]);
-  return static_cast<double>((sum[0] + sum[2]) + (sum[1] + sum[3]));
+  return static_cast<double>(join_quarters(dot_quarter(a, b), dot_quarter(a + 4, b + 4), dot_quarter(a + 8, b + 8),
+                                           dot_quarter(a + 12, b + 12)));
 }
 COAT_HD double sum_piece(const float (&a)[kPiece]) {
-  float sum[4] = {a[0], a[1], a[2], a[3]};
-  for (int k = 4; k < kPiece; ++k) sum[k % 4] += a[k];
-  return static_cast<double>((sum[0] + sum[2]) + (sum[1] + sum[3]));
+  return static_cast<double>(
+      join_quarters(sum_quarter(a), sum_quarter(a + 4), sum_quarter(a + 8), sum_quarter(a + 12)));
 }
+// Whether FP32 held the squares of a piece.
+COAT_HD bool holds_squares(double sum) { return sum >= 0x1p-80 && sum < 0x1p120; }
 // Sum of squares. Where FP32 cannot hold them, in FP64, where the square of no f32 overflows.
 COAT_HD double square_piece(const float (&a)[kPiece]) {
   const double sum = dot_piece(a, a);
-  if (sum >= 0x1p-80 && sum < 0x1p120) return sum;
+  if (holds_squares(sum)) return sum;
   uint32_t any = 0;
   for (int k = 0; k < kPiece; ++k) any |= bits_of(a[k]);
   double exact = 0;

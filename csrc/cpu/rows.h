@@ -120,7 +120,7 @@ std::vector<float> sum_rows(int64_t rows, int64_t width, Body&& body) {
   std::vector<float> partial(chunks * width), total(width);
   parallel(rows, kSumRows, [&](int64_t begin, int64_t end) {
     std::vector<float> strands(kStrands * width, 0.f);
-    for (int64_t row = begin; row < end; ++row) body(row, strands.data() + (row - begin) % kStrands * width);
+    for (int64_t row = begin; row < end; ++row) body(row, strands.data() + (row - begin) / kStrandRows * width);
     for (int64_t n = 0; n < width; ++n) {
       float sum[kStrands];
       for (int64_t s = 0; s < kStrands; ++s) sum[s] = strands[s * width + n];

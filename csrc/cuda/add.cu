@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
     const auto add_rows = [&](auto count, int64_t row) {
       Lane<CodeOf<X>, E> from[count.value];
 #pragma unroll
-      for (int r = 0; r < count.value; ++r)
-        from[r].template fetch<whole.value>(x.codes, (row + r * kStrands) * N + n, N - n);
+      for (int r = 0; r < count.value; ++r) from[r].template fetch<whole.value>(x.codes, (row + r) * N + n, N - n);
       if constexpr (whole.value) __syncwarp();  // or the compiler saves registers by sinking loads to their use
 #pragma unroll
       for (int r = 0; r < count.value; ++r) {
@@ -104,14 +103,14 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
         for (int k = 0; k < E; ++k) sum[k] += value[k];
       }
     };
-    int64_t row = begin + strand;
+    int64_t row = begin + strand * kStrandRows;
+    const int64_t stop = min(end, row + kStrandRows);
     if constexpr (whole.value) {
 #pragma unroll 1
-      for (; row + (kRowsAhead - 1) * kStrands < end; row += kRowsAhead * kStrands)
-        add_rows(std::integral_constant<int, kRowsAhead>{}, row);
+      for (; row + kRowsAhead <= stop; row += kRowsAhead) add_rows(std::integral_constant<int, kRowsAhead>{}, row);
     }
 #pragma unroll 1
-    for (; row < end; row += kStrands) add_rows(std::integral_constant<int, 1>{}, row);
+    for (; row < stop; ++row) add_rows(std::integral_constant<int, 1>{}, row);
   });
 #pragma unroll
   for (int k = 0; k < E; k += 4)

@@ -5,179 +5,110 @@
 
 namespace coat::cuda {
 
-// Strips a warp at most, backward: their sums over rows take 16 or, Centred, 32 registers each.
-template <bool Centred, class DY, class X>
-constexpr int kBackwardDepth = Centred || sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 6 ? 4 : 8;
-
-// A lane's values of one run, backward: g = dy, xhat.
+// What a row's gradient is, from the means of g and of g * xhat, g = w * dy.
 template <bool Centred>
-__device__ inline void hats(const RowNumbers<Centred>& numbers, float (&x)[kRun], bool inside) {
-  RowNumbers<Centred> here = numbers;
-  if (!inside) here.m = 0.f;  // x is 0 there, and so is xhat
-#pragma unroll
-  for (int k = 0; k < kRun; ++k) x[k] = here.hat(x[k]);
+__device__ inline float gradient_of(float r, float g, float xhat, float mean_g, float mean) {
+  return Centred ? r * (g - mean_g - xhat * mean) : r * (g - xhat * mean);
 }
-__device__ inline void weigh(const Shelf& weights, int strip, float (&g)[kRun]) {
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    const float4 w = weights.load(strip, q);
-    g[4 * q] *= w.x;
-    g[4 * q + 1] *= w.y;
-    g[4 * q + 2] *= w.z;
-    g[4 * q + 3] *= w.w;
-  }
-}
-// The means that the gradient of a row takes off: of g * xhat and, Centred, of g.
-template <bool Centred>
-struct RowMeans {
-  double sum[Centred ? 2 : 1] = {};
-  float b, a;
-  __device__ void add(const float (&g)[kRun], const float (&xhat)[kRun]) {
-    sum[0] += dot_piece(g, xhat);
-    if constexpr (Centred) sum[1] += sum_piece(g);
-  }
-  __device__ void finish(double per) {
-    b = static_cast<float>(sum[0] * per);
-    if constexpr (Centred) a = static_cast<float>(sum[1] * per);
-  }
-  __device__ float gradient(float r, float g, float xhat) const {
-    return Centred ? r * (g - a - xhat * b) : r * (g - xhat * b);
-  }
-};
 
-// A block has some strands of a chunk, team.rows of them, and walks their rows side by side; a warp has at most Depth
-// strips of a row, whose sums over rows it keeps in registers. Codes come through shared memory, those of the next row
-// as soon as the last reading of this one goes. Moves dy, x and dx once, and partial [chunks, parts, sums, N].
-template <bool Centred, class DY, class X, class DX, int Depth>
-__global__ __launch_bounds__(kWarps * 32, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, float* partial,
-                                                                       Team team) {
-  constexpr int kBytes = Strip<DY>::kBytes + Strip<X>::kBytes, kSums = Centred ? 2 : 1;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % team.warps, place_of = warp / team.warps;
-  const int parts = kStrands / team.rows, part = blockIdx.x % parts;
-  const int64_t begin = int64_t{blockIdx.x / parts} * kSumRows;
-  const int64_t end = begin + kSumRows < team.M ? begin + kSumRows : team.M;
-  extern __shared__ int4 shared[];
-  const Shelf weights{reinterpret_cast<float4*>(shared)};
-  float4* exchange = weights.base + team.strips * 128;  // of sums, when the codes are done with
-  uint8_t* place = reinterpret_cast<uint8_t*>(exchange) + warp * Depth * kBytes;
-  clear_strips(place, Depth * kBytes);
-  int64_t row = begin + part + parts * place_of;
-  typename Strip<DY>::Source source_dy(dy, row, team);
-  typename Strip<X>::Source source_x(x, row, team);
-  uint8_t* to = place;
-  for (int strip = mine; strip < team.strips && row < end; strip += team.warps, to += kBytes) {
-    source_dy.fetch(to, strip, team);
-    source_x.fetch(to + Strip<DY>::kBytes, strip, team);
-  }
-  commit_strips();
-  RowNumbers<Centred> next;
-  if (row < end) next.load(norm, row);
-  weights.fill(norm.w, team, nullptr);
-  __syncthreads();
-  const double per = per_column(team.N);
-  int turn = 0;
-  float sums[Depth][kRun] = {}, sums_dy[Centred ? Depth : 1][kRun] = {};
-  for (int64_t first = begin; first < end; first += kStrands, row += kStrands) {
-    const auto numbers = next;
-    if (row + kStrands < end) next.load(norm, row + kStrands);
-    wait_for_strips();
-    RowMeans<Centred> means;
-    float g[kRun], xhat[kRun];
+// One block a chunk of kSumRows rows, C columns a thread, R rows at a time: their means in one reduction. The codes of
+// the next R are fetched before it. A thread sums its columns over the rows in order. Moves dy, x and dx once, and
+// partial [chunks, sums, N].
+template <bool Centred, class DY, class X, class DX, int C, int R>
+__global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, float* partial, int64_t M,
+                                                               int64_t N) {
+  constexpr int kSums = Centred ? 2 : 1;
+  const int64_t n = int64_t{threadIdx.x} * C, runs = N / kRun;
+  const int64_t begin = int64_t{blockIdx.x} * kSumRows, end = begin + kSumRows < M ? begin + kSumRows : M;
+  const bool inside = n < N;
+  Pack<DY, C> next_dy[R];
+  Pack<X, C> next_x[R];
+  const auto fetch = [&](int64_t first) {
 #pragma unroll
-    for (int u = 0; u < Depth; ++u) {
-      const int strip = mine + u * team.warps;
-      if (row >= end || strip >= team.strips) continue;
-      Strip<DY>::unpack(place + u * kBytes, dy, g);
-      Strip<X>::unpack(place + u * kBytes + Strip<DY>::kBytes, x, xhat);
-      hats(numbers, xhat, team.inside(strip));
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) {
-        sums[u][k] += g[k] * xhat[k];
-        if constexpr (Centred) sums_dy[u][k] += g[k];
-      }
-      weigh(weights, strip, g);
-      means.add(g, xhat);
-    }
-    row_totals(means.sum, team, turn);
-    means.finish(per);
-    if (row >= end) continue;
-    const bool more = row + kStrands < end;
-    source_dy.skip(kStrands, team);
-    source_x.skip(kStrands, team);
-    uint8_t* from = place;
-#pragma unroll 1
-    for (int strip = mine; strip < team.strips; strip += team.warps, from += kBytes) {
-      const bool inside = team.inside(strip);
-      Strip<DY>::unpack(from, dy, g);
-      Strip<X>::unpack(from + Strip<DY>::kBytes, x, xhat);
-      hats(numbers, xhat, inside);
-      weigh(weights, strip, g);
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) g[k] = means.gradient(numbers.r, g[k], xhat[k]);
-      put_strip(dx, row * team.N + strip * kStrip + lane * kRun, g, inside);
-      __syncwarp();
-      if (!more) continue;
-      source_dy.fetch(from, strip, team);
-      source_x.fetch(from + Strip<DY>::kBytes, strip, team);
-    }
-    commit_strips();
-  }
-  if (!partial) return;
-  const auto join = [&](float(&sum)[Depth][kRun], int kind) {
-    for (int half = team.rows / 2; half > 0; half /= 2) {
-      __syncthreads();
-      float4* at = exchange + ((place_of & (half - 1)) * team.warps + mine) * Depth * 128 + lane;
-#pragma unroll
-      for (int u = 0; u < Depth; ++u)
-#pragma unroll
-        for (int k = 0; k < kRun; k += 4)
-          if (place_of >= half && place_of < 2 * half)
-            at[(u * 4 + k / 4) * 32] = make_float4(sum[u][k], sum[u][k + 1], sum[u][k + 2], sum[u][k + 3]);
-      __syncthreads();
-#pragma unroll
-      for (int u = 0; u < Depth; ++u)
-#pragma unroll
-        for (int k = 0; k < kRun; k += 4) {
-          if (place_of >= half) continue;
-          const float4 other = at[(u * 4 + k / 4) * 32];
-          sum[u][k] += other.x;
-          sum[u][k + 1] += other.y;
-          sum[u][k + 2] += other.z;
-          sum[u][k + 3] += other.w;
-        }
-    }
-#pragma unroll
-    for (int u = 0; u < Depth; ++u) {
-      const int strip = mine + u * team.warps;
-      if (place_of > 0 || strip >= team.strips || !team.inside(strip)) continue;
-      float* out = partial + (int64_t{blockIdx.x} * kSums + kind) * team.N + strip * kStrip + lane * kRun;
-#pragma unroll
-      for (int k = 0; k < kRun; k += 4)
-        *reinterpret_cast<float4*>(out + k) = make_float4(sum[u][k], sum[u][k + 1], sum[u][k + 2], sum[u][k + 3]);
+    for (int j = 0; j < R; ++j) {
+      const int64_t row = first + j;
+      if (!inside || row >= end) continue;
+      next_dy[j].fetch(dy, row * N + n, 0);
+      next_x[j].fetch(x, row * N + n, row * runs + n / kRun);
     }
   };
-  join(sums, 0);
-  if constexpr (Centred) join(sums_dy, 1);
+  fetch(begin);
+  extern __shared__ float4 shared[];
+  Shelf<C> weights;
+  weights.fill(shared, norm.w, n, inside);
+  __shared__ RowNumbers<Centred> numbers[kSumRows];
+  for (int i = threadIdx.x; i < kSumRows; i += blockDim.x)
+    if (begin + i < end) numbers[i].load(norm, begin + i);
+  __syncthreads();
+  const double per = per_column(N);
+  float strand[kSums][C] = {}, total[kSums][C] = {};
+  for (int64_t first = begin; first < end; first += R) {
+    float g[R][C], xhat[R][C];
+    double sums[R * kSums];
+#pragma unroll
+    for (int j = 0; j < R; ++j) {
+      const int i = static_cast<int>(first - begin) + j;
+      const bool here = inside && first + j < end;
+      next_dy[j].unpack(dy, g[j]);
+      next_x[j].unpack(x, xhat[j]);
+#pragma unroll
+      for (int k = 0; k < C; k += 4) {
+        const float4 w = weights.load(k);
+        const float weight[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int c = k; c < k + 4; ++c) {
+          xhat[j][c] = here ? numbers[i].hat(xhat[j][c]) : 0.f;
+          if (here) strand[0][c] += g[j][c] * xhat[j][c];
+          if (Centred && here) strand[kSums - 1][c] += g[j][c];
+          g[j][c] *= weight[c - k];
+        }
+      }
+      sums[j] = dot_of(g[j], xhat[j]);
+      if constexpr (Centred) sums[R + j] = sum_of(g[j]);
+    }
+    if ((first + R - begin) % kStrandRows == 0) {
+#pragma unroll
+      for (int s = 0; s < kSums; ++s)
+#pragma unroll
+        for (int c = 0; c < C; ++c) total[s][c] += strand[s][c], strand[s][c] = 0.f;
+    }
+    fetch(first + R);
+    const float* means = block_sums<C>(sums, [&](double sum) { return static_cast<float>(sum * per); });
+#pragma unroll
+    for (int j = 0; j < R; ++j) {
+      const float mean = means[j], mean_g = Centred ? means[R * kSums - R + j] : 0.f;
+      const float r = numbers[static_cast<int>(first - begin) + j].r;
+#pragma unroll
+      for (int c = 0; c < C; ++c) g[j][c] = gradient_of<Centred>(r, g[j][c], xhat[j][c], mean_g, mean);
+      Pack<DX, C> pack;
+      if (inside && first + j < end) pack.put(dx, (first + j) * N + n, {}, g[j]);
+    }
+  }
+  if (!partial || !inside) return;
+#pragma unroll
+  for (int s = 0; s < kSums; ++s)
+#pragma unroll
+    for (int c = 0; c < C; ++c) partial[(int64_t{blockIdx.x} * kSums + s) * N + n + c] = total[s][c] + strand[s][c];
 }
 
 // Any number of columns: one block a strand of a chunk, a thread every blockDim.x-th run of its rows; the sums of its
 // columns lie in partial. Reads dy and x twice, the second time from the caches.
 template <bool Centred, class DY, class X, class DX>
 __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY dy, X x, Norm norm, DX dx,
-                                                                            float* partial, Team team) {
+                                                                            float* partial, int64_t M, int64_t N) {
   constexpr int kSums = Centred ? 2 : 1;
-  const int64_t N = team.N, runs = runs_of(N), begin = int64_t{blockIdx.x / kStrands} * kSumRows;
-  const int64_t end = begin + kSumRows < team.M ? begin + kSumRows : team.M;
+  const int64_t runs = runs_of(N), begin = int64_t{blockIdx.x} * kStrandRows;
+  const int64_t end = begin + kStrandRows < M ? begin + kStrandRows : M;
   const bool whole = N % kRun == 0;
   const double per = per_column(N);
   float* sums = partial ? partial + int64_t{blockIdx.x} * kSums * N : nullptr;
   if (sums)
     for (int64_t i = threadIdx.x; i < kSums * N; i += blockDim.x) sums[i] = 0.f;
   __syncthreads();
-  for (int64_t row = begin + blockIdx.x % kStrands; row < end; row += kStrands) {
+  for (int64_t row = begin; row < end; ++row) {
     RowNumbers<Centred> numbers;
     numbers.load(norm, row);
-    RowMeans<Centred> means;
+    double dot = 0, sum = 0;
     float g[kRun], xhat[kRun];
     const auto load = [&](int64_t run, auto&& each) {
       load_run(dy, row, N, run, whole, g);
@@ -196,15 +127,17 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY d
         sums[n] += gradient * hat;
         if constexpr (Centred) sums[N + n] += gradient;
       });
-      means.add(g, xhat);
+      dot += dot_piece(g, xhat);
+      if constexpr (Centred) sum += sum_piece(g);
     }
-    for (double& sum : means.sum) sum = block_sum(sum);
-    means.finish(per);
+    const float mean = static_cast<float>(block_sum(dot) * per);
+    const float mean_g = Centred ? static_cast<float>(block_sum(sum) * per) : 0.f;
     for (int64_t run = threadIdx.x; run < runs; run += blockDim.x) {
       load(run, [](int64_t, float, float) {});
 #pragma unroll
       for (int k = 0; k < kRun; ++k)
-        if (run * kRun + k < N) dx.store(row * N + run * kRun + k, {}, means.gradient(numbers.r, g[k], xhat[k]));
+        if (run * kRun + k < N)
+          dx.store(row * N + run * kRun + k, {}, gradient_of<Centred>(numbers.r, g[k], xhat[k], mean_g, mean));
     }
   }
 }
@@ -222,24 +155,20 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
         using DY = std::remove_const_t<decltype(dy)>;
         using X = std::remove_const_t<decltype(x)>;
         using DX = std::remove_const_t<decltype(dx)>;
-        constexpr int kDepth = kBackwardDepth<Centred, DY, X>;
-        Team team(M, N, kDepth);
-        // strands of a block: a power of two, fewer where that keeps more multiprocessors busy
-        int strands = kStrands;
-        while (strands > 1 && (strands > team.rows || chunks * (kStrands / strands) * 4 < multiprocessors() * 3))
-          strands /= 2;
-        const int64_t bytes =
-            Shelf::bytes(team.strips) + int64_t{strands} * team.warps * kDepth * (Strip<DY>::kBytes + Strip<X>::kBytes);
-        const bool held = N % 32 == 0 && team.rows > 0 && bytes <= kMostShared;
-        team.rows = held ? strands : 1;
-        const int parts = kStrands / team.rows;
-        const Scratch scratch(sums ? chunks * parts * kSums * N * static_cast<int64_t>(sizeof(float)) : 0);
+        // a row in the registers of a block, or by strands, of which a block has one
+        constexpr bool kWide = Centred && sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 4;  // too many registers
+        const int columns = N % kRun != 0 ? 0 : N <= 4096 ? 8 : N <= 8192 && !kWide ? 16 : 0;
+        const int64_t parts = columns ? 1 : kStrands, blocks = columns ? chunks : chunks * kStrands;
+        const Scratch scratch(sums ? blocks * kSums * N * static_cast<int64_t>(sizeof(float)) : 0);
         float* partial = sums ? scratch.as<float>() : nullptr;
-        launch(name,
-               held ? norm_backward_kernel<Centred, DY, X, DX, kDepth> : norm_backward_kernel_wide<Centred, DY, X, DX>,
-               dim3(static_cast<unsigned>(chunks * parts)), dim3(held ? team.threads() : kWarps * 32),
-               held ? static_cast<size_t>(bytes) : 0, dy, x, norm, dx, partial, team);
-        if (sums) sum_chunks(name, partial, chunks, parts, N, kSums, first, second);
+        constexpr int kMost = kWide ? 8 : 16, kRows = kWide ? 2 : 1;
+        const auto kernel = columns == 8    ? norm_backward_kernel<Centred, DY, X, DX, 8, 2>
+                            : columns == 16 ? norm_backward_kernel<Centred, DY, X, DX, kMost, kRows>
+                                            : norm_backward_kernel_wide<Centred, DY, X, DX>;
+        const auto threads = columns ? static_cast<unsigned>((N / columns + 31) / 32 * 32) : kWarps * 32u;
+        launch(name, kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), columns * sizeof(float) * threads, dy,
+               x, norm, dx, partial, M, N);
+        if (sums) sum_chunks(name, partial, chunks, static_cast<int>(parts), N, kSums, first, second);
       });
     });
   });

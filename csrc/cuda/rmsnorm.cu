@@ -5,7 +5,10 @@
 namespace coat::cuda {
 namespace {
 
-constexpr int kAddBlocks = 3, kPeaks = 4096;  // blocks of a multiprocessor; magnitudes of w that a block keeps at most
+// Blocks of a multiprocessor; magnitudes of w that a block keeps at most; runs that a lane fetches ahead.
+constexpr int kAddBlocks = 2, kPeaks = 4096;
+template <class A, class B>
+constexpr int kAddAhead = sizeof(CodeOf<A>) + sizeof(CodeOf<B>) > 4 ? 1 : 2;
 
 // What the blocks of add_rmsnorm_forward_kernel share.
 struct Found {
@@ -20,6 +23,7 @@ __global__ __launch_bounds__(kWarps * 32,
                              kAddBlocks) void add_rmsnorm_forward_kernel(A a, B b, Vector w, Y y, E4M3G16 twin,
                                                                          float* rstd, float* scale, Found* found,
                                                                          float eps, int64_t M, int64_t N, int kept) {
+  constexpr int kAhead = kAddAhead<A, B>;
   const int lane = threadIdx.x % 32;
   const int64_t runs = runs_of(N);
   const bool whole = N % 32 == 0;
@@ -37,43 +41,63 @@ __global__ __launch_bounds__(kWarps * 32,
   const float top_w = float_of(block_max(peak_of_all));
   Peak peak(&found->largest);
   uint32_t infs = 0;
-  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < M; row += int64_t{gridDim.x} * kWarps) {
+  Pack<A, kRun> next_a[kAhead];  // codes on their way, if `whole`
+  Pack<B, kRun> next_b[kAhead];
+  const auto fetch = [&](int u, int64_t row, int64_t run) {
+    if (row >= M || run >= runs) return;
+    next_a[u].fetch(a, row * N + run * kRun, 0);
+    next_b[u].fetch(b, row * N + run * kRun, 0);
+  };
+  const int64_t begin = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, rows = int64_t{gridDim.x} * kWarps;
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u)
+    if (whole) fetch(u, begin, lane + u * 32);
+  for (int64_t row = begin; row < M; row += rows) {
     peak.look();
     double sum = 0;
     float top = 0.f;  // bounds what this lane has of the twin; passes over NaN
-    for (int64_t first = 0; first < runs; first += 32) {
-      const int64_t run = first + lane, i = row * N + run * kRun, block = row * runs + run;
-      const bool inside = run < runs;
-      float x[kRun] = {}, other[kRun] = {};
-      if (inside) load_run(a, row, N, run, whole, x);
-      if (inside) load_run(b, row, N, run, whole, other);
+    for (int64_t first = lane; first - lane < runs; first += 32 * kAhead)
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) x[k] += other[k];
-      if (whole) put_strip(y, i, x, inside);
-      if (!inside) continue;
-      Range range = range_of(x);
-      infs += range.infs;
-      range.infs = 0;
-      const float inverse = twin.seal(block, range).inverse;
-      Pack<E4M3G16, kRun> codes;
-      codes.scale = BFloat16::encode_up(scale_for<E4M3>(range));
-#pragma unroll
-      for (int k = 0; k < kRun; k += 2) codes.pair[k / 2] = encode_pair<E4M3>(x[k] * inverse, x[k + 1] * inverse);
-      if (whole) {
-        *reinterpret_cast<int4*>(twin.codes + i) = codes.word[0];
-      } else {
-        const int count = length_of(N, run);
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) {
-          if (k >= count) continue;
-          y.store(i + k, {}, x[k]);
-          twin.codes[i + k] = codes.code[k];
+      for (int u = 0; u < kAhead; ++u) {
+        const int64_t run = first + u * 32, i = row * N + run * kRun, block = row * runs + run;
+        const bool inside = run < runs;
+        float x[kRun] = {}, other[kRun] = {};
+        if (whole) {
+          next_a[u].unpack(a, x);
+          next_b[u].unpack(b, other);
+          const bool here = run + 32 * kAhead < runs;  // else the row after this one
+          fetch(u, here ? row : row + rows, here ? run + 32 * kAhead : lane + u * 32);
+        } else if (inside) {
+          load_run(a, row, N, run, false, x);
+          load_run(b, row, N, run, false, other);
         }
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) x[k] += other[k];
+        if (whole) put_strip(y, i, x, inside);
+        if (!inside) continue;
+        Range range = range_of(x);
+        infs += range.infs;
+        range.infs = 0;
+        const float inverse = twin.seal(block, range).inverse;
+        Pack<E4M3G16, kRun> codes;
+        codes.scale = BFloat16::encode_up(scale_for<E4M3>(range));
+#pragma unroll
+        for (int k = 0; k < kRun; k += 2) codes.pair[k / 2] = encode_pair<E4M3>(x[k] * inverse, x[k + 1] * inverse);
+        if (whole) {
+          *reinterpret_cast<int4*>(twin.codes + i) = codes.word[0];
+        } else {
+          const int count = length_of(N, run);
+#pragma unroll
+          for (int k = 0; k < kRun; ++k) {
+            if (k >= count) continue;
+            y.store(i + k, {}, x[k]);
+            twin.codes[i + k] = codes.code[k];
+          }
+        }
+        top = fmaxf(top, BFloat16::decode(codes.scale) * E4M3::max());
+        codes.unpack(twin, x);
+        sum += square_piece(x);
       }
-      top = fmaxf(top, BFloat16::decode(codes.scale) * E4M3::max());
-      codes.unpack(twin, x);
-      sum += square_piece(x);
-    }
     const float r = inverse_deviation(warp_sum(sum), per, eps);
     if (lane == 0) rstd[row] = r;
     const bool misses = peak.misses(top * r * top_w);

@@ -1,7 +1,5 @@
-// Rows on the device: weights, rows on their way through shared memory, sums along rows and over rows.
+// Rows on the device: weights, threads that share a row, sums along rows and over rows.
 #pragma once
-#include <cuda_pipeline.h>
-
 #include "runs.cuh"
 
 namespace coat::cuda {
@@ -36,120 +34,26 @@ struct Vector {
   __device__ void store(int64_t n, float x) const { narrow ? bf16.store(n, {}, x) : f32.store(n, {}, x); }
 };
 
-// ---- rows through shared memory: strips of 32 runs, one a lane ----
+constexpr int kWarps = 8;  // of a block whose warps have a row each
 
-constexpr int kWarps = 8;                    // of a block
-constexpr int kStrip = 32 * kRun;            // columns of a strip
-constexpr int64_t kMostShared = 227 * 1024;  // bytes a block can have
-
-// How the warps of a block share rows of N columns, a multiple of 32: warp w of a row has its strips w, w + warps, …
-struct Team {
-  int64_t M, N;
-  int runs, strips, warps;  // of a row
-  int rows, depth;          // at a time in a block, 0: N is too large; strips a warp at most
-  Team(int64_t M_, int64_t N_, int most)
-      : M(M_), N(N_), runs(static_cast<int>(std::min<int64_t>(N / kRun, 1 << 20))), strips((runs + 31) / 32) {
-    warps = std::max(1, (strips + most - 1) / most);
-    rows = kWarps / warps;
-    depth = (strips + warps - 1) / warps;
-  }
-  unsigned threads() const { return static_cast<unsigned>(rows * warps * 32); }
-  __device__ bool inside(int strip) const { return strip * 32 + static_cast<int>(threadIdx.x % 32) < runs; }
-};
-
-// Where a warp keeps the codes of one strip. They come asynchronously, side by side from global memory, and lie so that
-// neither their arrival nor the reading of a run a lane meets a bank twice. Runs that do not exist are zeros if the
-// place was cleared.
-template <class X>
-struct Strip {
-  static constexpr int kWords = sizeof(CodeOf<X>);  // of 16 bytes, a run
-  static constexpr int kBytes = 32 * (16 * kWords + (X::run != 0 ? 2 : 0));
-  static __device__ int place(int run, int part) { return part * 32 + (run ^ (part * (8 / kWords))); }
-
-  // A row to fetch strips from, as the lane sees it.
-  struct Source {
-    const int4* words;
-    const uint32_t* scales = nullptr;
-    __device__ Source(const X& x, int64_t row, const Team& team)
-        : words(reinterpret_cast<const int4*>(x.codes + row * team.N) + threadIdx.x % 32) {
-      if constexpr (X::run != 0)
-        scales = reinterpret_cast<const uint32_t*>(x.scale + row * team.runs) + threadIdx.x % 32;
-    }
-    __device__ void skip(int64_t rows, const Team& team) {
-      words += rows * team.runs * kWords;
-      if constexpr (X::run != 0) scales += rows * (team.runs / 2);
-    }
-    __device__ void fetch(uint8_t* to, int strip, const Team& team) const {
-      const int lane = threadIdx.x % 32, left = team.runs - strip * 32;
-      int4* place_of_words = reinterpret_cast<int4*>(to);
-#pragma unroll
-      for (int k = 0; k < kWords; ++k) {
-        const int word = k * 32 + lane;
-        if (word / kWords < left)
-          __pipeline_memcpy_async(place_of_words + place(word / kWords, word % kWords),
-                                  words + strip * (32 * kWords) + k * 32, sizeof(int4));
-      }
-      if constexpr (X::run != 0)
-        if (lane < 16 && 2 * lane < left)
-          __pipeline_memcpy_async(reinterpret_cast<uint32_t*>(place_of_words + 32) + lane, scales + strip * 16,
-                                  sizeof(uint32_t));
-    }
-  };
-  // The run of this lane.
-  static __device__ void unpack(const uint8_t* from, const X& x, float (&v)[kRun]) {
-    const int lane = threadIdx.x % 32;
-    Pack<X, kRun> pack;
-#pragma unroll
-    for (int p = 0; p < kWords; ++p) pack.word[p] = reinterpret_cast<const int4*>(from)[place(lane, p)];
-    if constexpr (X::run != 0) pack.scale = scales(from)[lane];
-    pack.unpack(x, v);
-  }
-  // No element of the run is larger; Inf where only the elements can tell.
-  static __device__ float bound(const uint8_t* from) {
-    if constexpr (X::run == 0)
-      return kInf;
-    else
-      return BFloat16::decode(scales(from)[threadIdx.x % 32]) * E4M3::max();
-  }
-
- private:
-  static __device__ const uint16_t* scales(const uint8_t* from) {
-    return reinterpret_cast<const uint16_t*>(from + 32 * 16 * kWords);
-  }
-};
-
-__device__ inline void clear_strips(uint8_t* to, int bytes) {
-  for (int i = threadIdx.x % 32; i < bytes / 16; i += 32) reinterpret_cast<int4*>(to)[i] = int4{};
-  __syncwarp();
-}
-// What the warp fetched since the last call is one group; wait_for_strips waits for all of them.
-__device__ inline void commit_strips() { __pipeline_commit(); }
-__device__ inline void wait_for_strips() {
-  __pipeline_wait_prior(0);
-  __syncwarp();
-}
-
-// A vector of N elements in shared memory, for all warps, by strips: neighbours meet in different banks.
+// Count elements of a vector for each thread of the block, kept in shared memory where registers are short. A thread
+// reads only what it wrote, and lies so that neighbours meet in different banks.
+template <int Count>
 struct Shelf {
-  float4* base;
-  static __host__ __device__ int bytes(int strips) { return strips * kStrip * static_cast<int>(sizeof(float)); }
-  // The largest magnitude of the block, but for NaN; of every run, if asked for. All threads call it.
-  __device__ float fill(const Vector& from, const Team& team, float* peaks) const {
-    float top = 0.f;
-    for (int run = threadIdx.x; run < team.strips * 32; run += blockDim.x) {
-      float x[kRun] = {}, peak = 0.f;
-      if (run < team.runs) from.load(int64_t{run} * kRun, x);
+  static size_t bytes(unsigned threads) { return size_t{threads} * Count * sizeof(float); }
+  float4* mine;
+  float peak = 0.f;  // the largest magnitude of the thread's elements, but for NaN
+  __device__ void fill(float4* base, const Vector& from, int64_t n, bool inside) {
+    mine = base + threadIdx.x;
+    float x[Count] = {};
+    if (inside) from.load(n, x);
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
-        base[(run / 32 * 4 + q) * 32 + run % 32] = make_float4(x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]);
+    for (int k = 0; k < Count; k += 4) mine[k / 4 * blockDim.x] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) peak = fmaxf(peak, fabsf(x[k]));
-      if (peaks) peaks[run] = peak;
-      top = fmaxf(top, peak);
-    }
-    return float_of(block_max(bits_of(top)));
+    for (int k = 0; k < Count; ++k) peak = fmaxf(peak, fabsf(x[k]));
   }
-  __device__ float4 load(int strip, int quarter) const { return base[(strip * 4 + quarter) * 32 + threadIdx.x % 32]; }
+  // Elements k to k + 3.
+  __device__ float4 load(int k) const { return mine[k / 4 * blockDim.x]; }
 };
 
 // The runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of memory. i is
@@ -185,25 +89,104 @@ __device__ inline void put_strip(const Y& y, int64_t i, const float (&x)[kRun], 
 
 // ---- sums along rows, and maxima of everything ----
 
-// Sums over the warps of a row, in each thread. All threads of the block call it, with the same `turn`.
-template <int K>
-__device__ inline void row_totals(double (&x)[K], const Team& team, int& turn) {
+// How the threads of a block share rows: `lanes` threads a row, a power of two up to 32, or the whole block.
+struct Sharing {
+  unsigned lanes = 1, threads = 256;
+  explicit Sharing(int64_t threads_of_row) {
+    while (lanes < 32 && lanes < threads_of_row) lanes *= 2;
+    if (threads_of_row > 32) lanes = threads = static_cast<unsigned>((threads_of_row + 31) / 32 * 32);
+  }
+  // Blocks that are resident all at once, `most` threads a multiprocessor: each loads its weights once.
+  dim3 grid(int64_t rows, unsigned most) const {
+    return dim3(blocks_for(rows, threads / lanes, std::max(1u, most / threads)));
+  }
+};
+
+// The sums over a piece of a row, C columns of which are this thread's and the rest its neighbours', in each of them.
+template <int C>
+__device__ inline double join_piece(const float (&quarter)[C / 4]) {
+  if constexpr (C == 16) {
+    return static_cast<double>(join_quarters(quarter[0], quarter[1], quarter[2], quarter[3]));
+  } else {
+    static_assert(C == 8);
+    const float a = quarter[0] + __shfl_xor_sync(0xffffffffu, quarter[0], 1);
+    return static_cast<double>(a + (quarter[1] + __shfl_xor_sync(0xffffffffu, quarter[1], 1)));
+  }
+}
+template <int C>
+__device__ inline double dot_of(const float (&a)[C], const float (&b)[C]) {
+  float quarter[C / 4];
 #pragma unroll
-  for (int v = 0; v < K; ++v) x[v] = warp_sum(x[v]);
-  if (team.warps == 1) return;
-  __shared__ double part[2][K][kWarps];  // two turns: one barrier is enough
-  turn ^= 1;
-  const int warp = threadIdx.x / 32, first = warp / team.warps * team.warps;
-  if (threadIdx.x % 32 == 0) {
+  for (int k = 0; k < C; k += 4) quarter[k / 4] = dot_quarter(a + k, b + k);
+  return join_piece<C>(quarter);
+}
+template <int C>
+__device__ inline double sum_of(const float (&a)[C]) {
+  float quarter[C / 4];
 #pragma unroll
-    for (int v = 0; v < K; ++v) part[turn][v][warp] = x[v];
+  for (int k = 0; k < C; k += 4) quarter[k / 4] = sum_quarter(a + k);
+  return join_piece<C>(quarter);
+}
+template <int C>
+__device__ inline double squares_of(const float (&a)[C]) {
+  if constexpr (C == 16) {
+    return square_piece(a);
+  } else {
+    const double sum = dot_of(a, a);
+    if (!__any_sync(0xffffffffu, !holds_squares(sum))) return sum;
+    double exact = 0;
+    for (int k = 0; k < C; ++k) exact += static_cast<double>(a[k]) * static_cast<double>(a[k]);
+    exact += __shfl_xor_sync(0xffffffffu, exact, 1);
+    return holds_squares(sum) ? sum : exact;
+  }
+}
+
+// finish(sum of x over the `lanes` threads of a row), in each of them. One warp finishes for the block. All threads of
+// the block must call it.
+template <class Finish>
+__device__ inline auto row_sum(double x, int lanes, Finish&& finish) {
+  using Result = decltype(finish(x));
+  if (lanes <= 32) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return finish(x);
+  }
+  __shared__ double partial[32];
+  __shared__ Result result;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  x = warp_sum(x);
+  if (lane == 0) partial[warp] = x;
+  __syncthreads();
+  if (warp == 0) {
+    const Result finished = finish(warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0));
+    if (lane == 0) result = finished;
   }
   __syncthreads();
+  return result;
+}
+
+// Sums over the block of K values, which come as sums over pieces of C columns: totals[v] = finish(sum), in shared
+// memory until the next call. The threads of a piece divide the values among them.
+template <int C, int K, class Finish>
+__device__ inline const float* block_sums(const double (&x)[K], Finish&& finish) {
+  constexpr int kSharers = kPiece / C, kOwn = K / kSharers;
+  static_assert(kSharers <= 2 && kOwn >= 1);
+  __shared__ double partial[K][32];
+  __shared__ float totals[K];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
-  for (int v = 0; v < K; ++v) {
-    x[v] = part[turn][v][first];
-    for (int w = 1; w < team.warps; ++w) x[v] += part[turn][v][first + w];
+  for (int v = 0; v < kOwn; ++v) {
+    double mine = kSharers == 2 && lane % 2 == 1 ? x[v * kSharers + kSharers - 1] : x[v * kSharers];
+#pragma unroll
+    for (int offset = 16; offset >= kSharers; offset /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
+    if (lane < kSharers) partial[v * kSharers + lane][warp] = mine;
   }
+  __syncthreads();
+  for (int v = warp; v < K; v += warps) {
+    const float finished = finish(warp_sum(lane < warps ? partial[v][lane] : 0.0));
+    if (lane == 0) totals[v] = finished;
+  }
+  __syncthreads();
+  return totals;
 }
 
 // The largest finite magnitude of all elements, as bits in *all. A run with a bound that is not above what the grid has
@@ -234,26 +217,17 @@ class Peak {
 
 inline int64_t chunks_of(int64_t rows) { return (rows + kSumRows - 1) / kSumRows; }
 
-// Sum of strands, or of what join_strands makes of some of them.
-template <int Count>
-__device__ inline float join_parts(float (&sum)[Count]) {
-#pragma unroll
-  for (int half = Count / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int s = 0; s < half; ++s) sum[s] += sum[s + half];
-  return sum[0];
-}
-
-// partial [chunks, Parts, kinds, N] into one vector a kind: parts joined, then one chain of FP64 additions a column, in
-// the order of the chunks. A block has 32 columns; all warps read, one adds.
+// partial [chunks, Parts, kinds, N] into one vector a kind: parts are 1, or strands to be joined, then one chain of
+// FP64 additions a column, in the order of the chunks. A block has 32 columns; all warps read, one adds.
 template <int Parts>
 __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* partial, int64_t chunks, int64_t N,
                                                                  int kinds, Vector first, Vector second) {
-  constexpr int kAhead = Parts == 8 ? 4 : 16 / Parts, kTile = kWarps * kAhead;
+  constexpr int kAhead = 16 / Parts, kTile = kWarps * kAhead;
   __shared__ float tile[kTile][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t width = kinds * N, n = int64_t{blockIdx.x} * 32 + lane;
   double sum = 0;
+  after_previous();
   for (int64_t begin = 0; begin < chunks; begin += kTile) {
     float x[kAhead][Parts];
 #pragma unroll
@@ -264,7 +238,12 @@ __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* pa
         x[k][p] = chunk < chunks && n < width ? partial[(chunk * Parts + p) * width + n] : 0.f;
     }
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) tile[k * kWarps + warp][lane] = join_parts(x[k]);
+    for (int k = 0; k < kAhead; ++k) {
+      if constexpr (Parts == 1)
+        tile[k * kWarps + warp][lane] = x[k][0];
+      else
+        tile[k * kWarps + warp][lane] = join_strands(x[k]);
+    }
     __syncthreads();
     const int count = static_cast<int>(chunks - begin < kTile ? chunks - begin : kTile);
     if (warp == 0) {
@@ -280,12 +259,9 @@ __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* pa
 
 inline void sum_chunks(const char* name, const float* partial, int64_t chunks, int parts, int64_t N, int kinds,
                        const Tensor& first, const Tensor& second) {
-  const auto kernel = parts == 1   ? sum_chunks_kernel<1>
-                      : parts == 2 ? sum_chunks_kernel<2>
-                      : parts == 4 ? sum_chunks_kernel<4>
-                                   : sum_chunks_kernel<8>;
-  launch(name, kernel, dim3(static_cast<unsigned>((kinds * N + 31) / 32)), dim3(kWarps * 32), 0, partial, chunks, N,
-         kinds, Vector(first), Vector(second));
+  launch_next(name, parts == 1 ? sum_chunks_kernel<1> : sum_chunks_kernel<kStrands>,
+              dim3(static_cast<unsigned>((kinds * N + 31) / 32)), dim3(kWarps * 32), partial, chunks, N, kinds,
+              Vector(first), Vector(second));
 }
 
 }  // namespace coat::cuda
