@@ -18,6 +18,7 @@ template <bool Centred, class DY, class X, class DX, int C, int R>
 __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, float* partial, int64_t M,
                                                                int64_t N) {
   constexpr int kSums = Centred ? 2 : 1;
+  let_next_begin();
   const int64_t n = int64_t{threadIdx.x} * C, runs = N / kRun;
   const int64_t begin = int64_t{blockIdx.x} * kSumRows, end = begin + kSumRows < M ? begin + kSumRows : M;
   const bool inside = n < N;
