@@ -171,16 +171,6 @@ struct Tile {
   static constexpr int kTurns = kWords * (kDown / G) / kTileThreads;
 };
 
-// Four words of four bytes as a matrix, transposed.
-__device__ inline void turn_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
-  const uint32_t ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
-  a = __byte_perm(ab, cd, 0x5410);
-  b = __byte_perm(ab, cd, 0x7632);
-  c = __byte_perm(ab_high, cd_high, 0x5410);
-  d = __byte_perm(ab_high, cd_high, 0x7632);
-}
-
 // G rows of one word of x, turned: put(w, vector of y) for each of its W columns.
 template <class X, class Y, class T = Tile<X, Y>, class Put>
 __device__ inline void turn(const Y& y, typename X::Open open, typename Y::Sealed sealed, uint32_t (&row)[T::G],
@@ -210,7 +200,7 @@ __device__ inline void turn(const Y& y, typename X::Open open, typename Y::Seale
         if constexpr (W == 1) {
           value[0][g] = float_of(row[g]);
         } else {
-          const float2 two = decode_two<CodeOf<X>>(row[g] >> (W == 4 ? w * 8 : 0));
+          const float2 two = decode_pair<CodeOf<X>>(row[g] >> (W == 4 ? w * 8 : 0));
           value[0][g] = two.x, value[1][g] = two.y;
           if constexpr (kScaling<X> == Scaling::tensor)
             value[0][g] = value[0][g] * open.scale, value[1][g] = value[1][g] * open.scale;

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "../formula.h"
 #include "device.h"
@@ -105,11 +106,47 @@ __device__ inline void report(Status* status, Fault fault, int64_t index, int64_
   status->fault_limit = limit;
 }
 
+// ---- codes ----
+
+template <class View>
+using CodeOf = std::remove_reference_t<decltype(*std::declval<View>().codes)>;
+
+// Two neighbours in one instruction where there is one: the values of decode and encode of format.h one by one, but for
+// the bits of a NaN. 8-bit codes lie in the low half of a word.
+template <class Code>
+__device__ inline float2 decode_pair(uint32_t codes) {
+  if constexpr (std::is_same_v<Code, BFloat16>)
+    return make_float2(float_of(codes << 16), float_of(codes & 0xffff0000u));
+  else
+    return __half22float2(
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(codes), std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2));
+}
+template <class Code>
+__device__ inline uint32_t encode_pair(float a, float b) {
+  if constexpr (std::is_same_v<Code, BFloat16>) {
+    const __nv_bfloat162_raw two = __floats2bfloat162_rn(a, b);
+    return two.x | static_cast<uint32_t>(two.y) << 16;
+  } else {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
+                                    std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2);
+  }
+}
+
+// Four words of four bytes as a matrix, transposed.
+__device__ inline void turn_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+  const uint32_t ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
+  a = __byte_perm(ab, cd, 0x5410);
+  b = __byte_perm(ab, cd, 0x7632);
+  c = __byte_perm(ab_high, cd_high, 0x5410);
+  d = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
 // ---- 16 elements a thread: i is a multiple of 16 and all 16 lie inside the tensor and the row ----
 
 template <class View>
 __device__ inline void load16(const View& view, int64_t i, typename View::Open open, float (&x)[16]) {
-  using Code = std::remove_reference_t<decltype(*view.codes)>;
+  using Code = CodeOf<View>;
   constexpr int kVectors = sizeof(Code);  // 16 elements of n bytes are n vectors of 16 bytes
   union {
     int4 vector[kVectors];
@@ -126,7 +163,7 @@ __device__ inline void load16(const View& view, int64_t i, typename View::Open o
 
 template <class View>
 __device__ inline void store16(const View& view, int64_t i, typename View::Sealed sealed, const float (&x)[16]) {
-  using Code = std::remove_reference_t<decltype(*view.codes)>;
+  using Code = CodeOf<View>;
   constexpr int kVectors = sizeof(Code);
   union {
     int4 vector[kVectors];

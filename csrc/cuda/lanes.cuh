@@ -6,34 +6,11 @@
 namespace coat::cuda {
 
 template <class View>
-using CodeOf = std::remove_reference_t<decltype(*View::codes)>;
-template <class View>
 constexpr Scaling kScaling = View::format().scaling;
 template <class View>
 using RangeOf = std::conditional_t<kScaling<View> == Scaling::expand, RangeWithMin, Range>;
 
 constexpr int kThreads = 256;
-
-// Two neighbours in one instruction where there is one: the values of decode and encode of format.h one by one, but for
-// the bits of a NaN. 8-bit codes lie in the low half of a word.
-template <class Code>
-__device__ inline float2 decode_two(uint32_t codes) {
-  if constexpr (std::is_same_v<Code, BFloat16>)
-    return make_float2(float_of(codes << 16), float_of(codes & 0xffff0000u));
-  else
-    return __half22float2(
-        __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(codes), std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2));
-}
-template <class Code>
-__device__ inline uint32_t encode_two(float a, float b) {
-  if constexpr (std::is_same_v<Code, BFloat16>) {
-    const __nv_bfloat162_raw two = __floats2bfloat162_rn(a, b);
-    return two.x | static_cast<uint32_t>(two.y) << 16;
-  } else {
-    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
-                                    std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2);
-  }
-}
 
 // Elements a lane such that the widest of the codes fills 16 bytes.
 template <class... Code>
@@ -88,7 +65,7 @@ struct Lane {
         if constexpr (sizeof(Code) == 4) {
           x[k] = code[k].code, x[k + 1] = code[k + 1].code;
         } else {
-          const float2 two = decode_two<Code>(word[k / kOfWord] >> (k % kOfWord * 8));
+          const float2 two = decode_pair<Code>(word[k / kOfWord] >> (k % kOfWord * 8));
           x[k] = two.x, x[k + 1] = two.y;
         }
         if constexpr (kScaling<View> != Scaling::none) x[k] = x[k] * open.scale, x[k + 1] = x[k + 1] * open.scale;
@@ -110,11 +87,11 @@ struct Lane {
         if constexpr (sizeof(Code) == 4)
           code[k].code = a, code[k + 1].code = b;
         else if constexpr (sizeof(Code) == 2)
-          word[k / 2] = encode_two<Code>(a, b);
+          word[k / 2] = encode_pair<Code>(a, b);
         else if (k % 4 == 0)
-          word[k / 4] = encode_two<Code>(a, b);
+          word[k / 4] = encode_pair<Code>(a, b);
         else
-          word[k / 4] |= encode_two<Code>(a, b) << 16;
+          word[k / 4] |= encode_pair<Code>(a, b) << 16;
       }
     }
   }
@@ -134,7 +111,7 @@ struct Lane {
       }
     }
     if constexpr (sizeof(Code) == 4) return most;
-    float x = decode_two<Code>(max(most >> 16, most & 0xffffu)).x;
+    float x = decode_pair<Code>(max(most >> 16, most & 0xffffu)).x;
     if constexpr (requires { open.scale; }) x = x * open.scale;
     return bits_of(x) & 0x7fffffffu;
   }

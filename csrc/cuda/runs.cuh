@@ -4,26 +4,6 @@
 
 namespace coat::cuda {
 
-template <class View>
-using CodeOf = std::remove_reference_t<decltype(*std::declval<View>().codes)>;
-
-// Two codes of 8 bits, or two bf16, in one instruction: the values that decode and encode of format.h give one by one,
-// but for the bits of a NaN.
-template <class Code>
-__device__ inline float2 decode_pair(uint16_t codes) {
-  return __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes, std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2));
-}
-template <class Code>
-__device__ inline auto encode_pair(float a, float b) {
-  if constexpr (std::is_same_v<Code, BFloat16>) {
-    const __nv_bfloat162_raw pair = __floats2bfloat162_rn(a, b);
-    return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
-  } else {
-    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
-                                    std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2);
-  }
-}
-
 // Count neighbouring elements of one row and one run, as they lie in memory: fetched early, decoded when used.
 template <class View, int Count>
 struct Pack {
@@ -58,7 +38,11 @@ struct Pack {
     const auto open = view.open(0);
 #pragma unroll
     for (int k = 0; k < Count; k += 2) {
-      if constexpr (sizeof(Code) == 1) {
+      if constexpr (std::is_same_v<Code, BFloat16>) {
+        const float2 two = decode_pair<Code>(pair[k / 2]);
+        x[k] = two.x;
+        x[k + 1] = two.y;
+      } else if constexpr (sizeof(Code) == 1) {
         const float2 two = decode_pair<Code>(pair[k / 2]);
         x[k] = two.x * open.scale;
         x[k + 1] = two.y * open.scale;

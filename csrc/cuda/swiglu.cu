@@ -161,15 +161,9 @@ struct Tile {
   }
   // Rows row to row + 3 of columns 4 group to 4 group + 3, a word a column.
   __device__ void turn(int row, int group, uint32_t (&column)[4]) const {
-    uint32_t a[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = word[place(row + j, group)];
-    const uint32_t low = __byte_perm(a[0], a[1], 0x5140), low2 = __byte_perm(a[2], a[3], 0x5140);
-    const uint32_t high = __byte_perm(a[0], a[1], 0x7362), high2 = __byte_perm(a[2], a[3], 0x7362);
-    column[0] = __byte_perm(low, low2, 0x5410);
-    column[1] = __byte_perm(low, low2, 0x7632);
-    column[2] = __byte_perm(high, high2, 0x5410);
-    column[3] = __byte_perm(high, high2, 0x7632);
+    for (int j = 0; j < 4; ++j) column[j] = word[place(row + j, group)];
+    turn_bytes(column[0], column[1], column[2], column[3]);
   }
 };
 
