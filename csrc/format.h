@@ -201,7 +201,7 @@ struct RangeWithMin : Range {
 COAT_HD void count_infs(Status* status, uint32_t infs) {
   if (infs == 0) return;
 #ifdef __CUDA_ARCH__
-  atomicAdd_system(reinterpret_cast<unsigned long long*>(&status->infs), static_cast<unsigned long long>(infs));
+  atomicAdd(reinterpret_cast<unsigned long long*>(&status->infs), static_cast<unsigned long long>(infs));
 #else
   __atomic_fetch_add(&status->infs, static_cast<int64_t>(infs), __ATOMIC_RELAXED);
 #endif

@@ -100,7 +100,7 @@ __device__ inline uint32_t block_max(uint32_t x) {
 
 // Reports a broken rule; the first report stays.
 __device__ inline void report(Status* status, Fault fault, int64_t index, int64_t value, int64_t limit) {
-  if (atomicCAS_system(&status->fault, 0ull, static_cast<unsigned long long>(fault)) != 0ull) return;
+  if (atomicCAS(&status->fault, 0ull, static_cast<unsigned long long>(fault)) != 0ull) return;
   status->fault_index = index;
   status->fault_value = value;
   status->fault_limit = limit;
