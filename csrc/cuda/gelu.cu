@@ -57,18 +57,12 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<X>) == 1 ? 3 : 2) void gelu
   y.close();
 }
 
-// Grouped: kGroup runs at a time, by their scales alone.
-template <bool Grouped, class X>
+template <class X>
 __global__ __launch_bounds__(kSearchThreads) void gelu_forward_kernel_search(X x, uint32_t* max, int64_t runs) {
-  constexpr int kSize = Grouped ? kGroup * kRun : kRun;
-  find_largest<kSize>(
-      max, 1, runs / (kSize / kRun),
-      [&](int64_t, int64_t unit, float known) {
-        float reach = kMostBelow;
-        if constexpr (Grouped)
-          reach = fmaxf(reach, reach_of_group(x, unit * kGroup));
-        else
-          reach = fmaxf(reach, reach_of(x, unit * kRun, unit));
+  find_largest(
+      max, 1, runs,
+      [&](int64_t, int64_t run, float known) {
+        const float reach = fmaxf(reach_of(x, run * kRun, run), kMostBelow);
         return reach <= known ? reach : fmaxf(gelu(reach), kMostBelow) * kBoundSlack<X>;
       },
       [&](Range& range, int64_t, int64_t i) { range.add(gelu(load_one(x, i, i / kRun))); });
@@ -145,7 +139,7 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) ==
 
 template <class DY, class X>
 __global__ __launch_bounds__(kSearchThreads) void gelu_backward_kernel_search(DY dy, X x, uint32_t* max, int64_t runs) {
-  find_largest<kRun>(
+  find_largest(
       max, 1, runs,
       [&](int64_t, int64_t run, float known) {
         const float reach = reach_of(dy, run * kRun, 0), quick = reach * kMostSlope;
@@ -165,12 +159,8 @@ void gelu_forward(const gelu_forward_args& args) {
     using X = std::remove_const_t<decltype(x)>;
     write(name, args.y, args.scale, Views<F32, BF16, E4M3T, E4M3G16>{}, [&]<class Y>(const Output<Y>& y) {
       if constexpr (std::is_same_v<Y, Measured>) {
-        if constexpr (X::run != 0) {
-          if (N % kRun == 0 && runs % kGroup == 0)
-            return launch(name, gelu_forward_kernel_search<true, X>, grid, dim3(kSearchThreads), 0, x, y.max(), runs);
-        }
         if (N % kRun == 0)
-          return launch(name, gelu_forward_kernel_search<false, X>, grid, dim3(kSearchThreads), 0, x, y.max(), runs);
+          return launch(name, gelu_forward_kernel_search<X>, grid, dim3(kSearchThreads), 0, x, y.max(), runs);
       } else if constexpr (kHasNear<Y>) {
         if (N % kRun == 0)
           return launch(name, gelu_forward_kernel_near<X, Y>, dim3(blocks_for(runs, kThreads, 3)), dim3(kThreads), 0, x,

@@ -57,14 +57,6 @@ __device__ inline float reach_of(const View& view, int64_t i, int64_t b) {
   }
   return reach_of(pack, x);
 }
-// The same of kGroup runs with scales, the first of which is b, a multiple of kGroup.
-constexpr int kGroup = 8;
-template <class View>
-__device__ inline float reach_of_group(const View& view, int64_t b) {
-  const uint4 scales = *reinterpret_cast<const uint4*>(view.scale + b);  // not negative, so bits order like values
-  const uint32_t two = __vmaxu2(__vmaxu2(scales.x, scales.y), __vmaxu2(scales.z, scales.w));
-  return BFloat16::decode(static_cast<uint16_t>(max(two >> 16, two & 0xffffu))) * CodeOf<View>::max();
-}
 // The smallest of a run, or less.
 __device__ inline float lowest_of(float reach, float limit, const float (&x)[kRun]) {
   if (reach < -limit) return -reach;
@@ -119,33 +111,32 @@ __device__ inline void do_together(bool asked, int64_t row, int64_t run, Use&& u
   }
 }
 
-// The bits of the largest finite value over [rows, units], merged into *max, by bounds: a unit is Size elements of a
-// row; bound(row, unit, known) is no less than any finite value of it, or anything below `known` if that is, and units
-// that cannot matter are not computed. value(range, row, col) adds those of one element. A warp computes the few units
-// that can matter together, the most promising first; where many remain, every lane its own. blockDim.x is
-// kSearchThreads.
+// The bits of the largest finite value over [rows, runs], merged into *max, by bounds: bound(row, run, known) is no
+// less than any finite value of the run, or anything below `known` if that is, and runs that cannot matter are not
+// computed. value(range, row, col) adds those of one element. A warp computes the few runs that can matter together,
+// the most promising first; where many remain, every lane its own. blockDim.x is kSearchThreads.
 constexpr int kSearchThreads = 256, kSearchAhead = 4, kSearchRounds = 4, kSearchMany = 8;
 // A bound may be the formula at the largest argument of the run: in coded runs other arguments are whole codes away, in
 // f32 they can lie so near that a rounding puts their value above by a hair.
 template <class X>
 constexpr float kBoundSlack = std::is_same_v<X, F32> ? 1.f + 0x1p-20f : 1.f;
 constexpr float kNearSlack = 1.f + 0x1p-16f;  // for a formula of Near
-template <int Size, class Bound, class Value>
-__device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t units, Bound&& bound, Value&& value) {
+template <class Bound, class Value>
+__device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, Bound&& bound, Value&& value) {
   constexpr uint32_t kAll = 0xffffffffu;
   __shared__ uint32_t best;
   if (threadIdx.x == 0) best = atomicMax(max, 0u);
   __syncthreads();
   const int lane = threadIdx.x % 32;
-  Walk at(rows, units);
+  Walk at(rows, runs);
   while (__any_sync(kAll, at.more())) {
-    int64_t row[kSearchAhead], unit[kSearchAhead];
+    int64_t row[kSearchAhead], run[kSearchAhead];
     uint32_t most[kSearchAhead];
     const uint32_t before = __shfl_sync(kAll, lane == 0 ? atomicMax(&best, 0u) : 0u, 0);
     uint32_t known = before;
 #pragma unroll
     for (int u = 0; u < kSearchAhead; ++u) {
-      row[u] = at.row, unit[u] = at.run;
+      row[u] = at.row, run[u] = at.run;
       // bits order like the values; a bound of NaN stands above all
       most[u] = at.more() ? bits_of(bound(at.row, at.run, float_of(known))) : 0u;
       at.next();
@@ -159,14 +150,14 @@ __device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t units, 
         if (round >= kSearchRounds && __popc(asking) >= kSearchMany) {
           if (most[u] > known) {
 #pragma unroll 1
-            for (int k = 0; k < Size; ++k) value(range, row[u], unit[u] * Size + k);
+            for (int k = 0; k < kRun; ++k) value(range, row[u], run[u] * kRun + k);
           }
           most[u] = 0;
         } else {
           const uint32_t top = warp_max(most[u] > known ? most[u] : 0u);
           const int from = __ffs(static_cast<int>(__ballot_sync(kAll, most[u] == top))) - 1;
-          const int64_t its_row = __shfl_sync(kAll, row[u], from), its_unit = __shfl_sync(kAll, unit[u], from);
-          for (int k = lane; k < Size; k += 32) value(range, its_row, its_unit * Size + k);
+          const int64_t its_row = __shfl_sync(kAll, row[u], from), its_run = __shfl_sync(kAll, run[u], from);
+          if (lane < kRun) value(range, its_row, its_run * kRun + lane);
           if (lane == from) most[u] = 0;
         }
         known = ::max(known, warp_max(range.max));

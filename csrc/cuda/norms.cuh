@@ -7,11 +7,9 @@ namespace coat::cuda {
 
 // Blocks of norm_scale_kernel on a multiprocessor, and runs that a lane reads at a time.
 template <bool Centred>
-constexpr int kScaleBlocks = Centred ? 2 : 4;
+constexpr int kScaleBlocks = Centred ? 2 : 3;
 template <class X, bool Centred>
-constexpr int kScaleAhead = Centred                  ? 8 / sizeof(CodeOf<X>)
-                            : sizeof(CodeOf<X>) == 1 ? 2
-                                                     : 1;
+constexpr int kScaleAhead = (Centred ? 8 : 4) / sizeof(CodeOf<X>);
 
 struct Norm {
   Vector w, b;
@@ -83,7 +81,6 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
   uint32_t* all = nullptr;
   if constexpr (kMeasures) all = y.max();
   Peak peak(all);
-  int turn = 0;
   const bool counts = C == 16 || threadIdx.x % 2 == 0;  // one thread a piece
   for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step) {
     if constexpr (kMeasures) peak.look();
@@ -100,7 +97,7 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
     if constexpr (Centred) {
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += sum_of(v[d]);
-      middle = row_sum(counts ? sum : 0.0, lanes, turn, [&](double all) { return all * per; });
+      middle = row_sum(counts ? sum : 0.0, lanes, [&](double all) { return all * per; });
       numbers.m = static_cast<float>(middle);
       sum = 0;
 #pragma unroll
@@ -114,7 +111,7 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += squares_of(v[d]);
     }
-    numbers.r = row_sum(counts ? sum : 0.0, lanes, turn, [&](double squares) {
+    numbers.r = row_sum(counts ? sum : 0.0, lanes, [&](double squares) {
       if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
       return inverse_deviation(squares, per, norm.eps);
     });

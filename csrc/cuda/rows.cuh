@@ -141,29 +141,23 @@ __device__ inline double squares_of(const float (&a)[C]) {
   }
 }
 
-// finish(sum of x over the `lanes` threads of a row), in each of them. All threads of the block must call it, with the
-// same `turn`. Few warps finish each for itself, after one barrier; of many, one does it for all.
+// finish(sum of x over the `lanes` threads of a row), in each of them. One warp finishes for the block. All threads of
+// the block must call it.
 template <class Finish>
-__device__ inline auto row_sum(double x, int lanes, int& turn, Finish&& finish) {
+__device__ inline auto row_sum(double x, int lanes, Finish&& finish) {
   using Result = decltype(finish(x));
   if (lanes <= 32) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return finish(x);
   }
-  __shared__ double partial[2][32];  // by turns: nobody writes what another still reads
+  __shared__ double partial[32];
   __shared__ Result result;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  turn ^= 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   x = warp_sum(x);
-  if (lane == 0) partial[turn][warp] = x;
+  if (lane == 0) partial[warp] = x;
   __syncthreads();
-  if (warps <= 4) {
-    x = partial[turn][0];
-    for (int w = 1; w < warps; ++w) x += partial[turn][w];
-    return finish(x);
-  }
   if (warp == 0) {
-    const Result finished = finish(warp_sum(lane < warps ? partial[turn][lane] : 0.0));
+    const Result finished = finish(warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0));
     if (lane == 0) result = finished;
   }
   __syncthreads();

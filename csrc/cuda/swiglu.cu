@@ -96,21 +96,13 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<X>) == 1 ? 4 : 2) void swig
   y.close();
 }
 
-// Grouped: kGroup runs at a time, by their scales alone.
-template <bool Grouped, class X>
+template <class X>
 __global__ __launch_bounds__(kSearchThreads) void swiglu_forward_kernel_search(Halves<X> x, uint32_t* max, int64_t M) {
-  constexpr int kSize = Grouped ? kGroup * kRun : kRun;
-  find_largest<kSize>(
-      max, M, x.F / kSize,
-      [&](int64_t row, int64_t unit, float known) {
+  find_largest(
+      max, M, x.F / kRun,
+      [&](int64_t row, int64_t run, float known) {
         float gate, up;
-        if constexpr (Grouped) {
-          const int64_t runs = x.F / kRun, b = row * 2 * runs + unit * kGroup;
-          gate = reach_of_group(x.x, b);
-          up = reach_of_group(x.x, b + runs);
-        } else {
-          x.reach(row, unit, gate, up);
-        }
+        x.reach(row, run, gate, up);
         const float quick = fmaxf(swiglu<Near>(gate, up), kMostBelow * up) * kNearSlack;
         if (quick <= known) return quick;
         return fmaxf(swiglu(gate, up), kMostBelow * up) * kBoundSlack<X>;
@@ -268,7 +260,7 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
 template <class DY, class X>
 __global__ __launch_bounds__(kSearchThreads) void swiglu_backward_kernel_search(DY dy, Halves<X> x, uint32_t* max,
                                                                                 int64_t M) {
-  find_largest<kRun>(
+  find_largest(
       max, M, x.F / kRun,
       [&](int64_t row, int64_t run, float known) {
         float gate, up, dgate, dup, unused;
@@ -300,14 +292,8 @@ void swiglu_forward(const swiglu_forward_args& args) {
     const Halves<X> halves{x, F};
     write(name, args.y, args.scale, Views<F32, BF16, E4M3T, E4M3G16>{}, [&]<class Y>(const Output<Y>& y) {
       if constexpr (std::is_same_v<Y, Measured>) {
-        if constexpr (X::run != 0) {
-          if (F % (kGroup * kRun) == 0)
-            return launch(name, swiglu_forward_kernel_search<true, X>, grid, dim3(kSearchThreads), 0, halves, y.max(),
-                          M);
-        }
         if (F % kRun == 0)
-          return launch(name, swiglu_forward_kernel_search<false, X>, grid, dim3(kSearchThreads), 0, halves, y.max(),
-                        M);
+          return launch(name, swiglu_forward_kernel_search<X>, grid, dim3(kSearchThreads), 0, halves, y.max(), M);
       } else if constexpr (kHasNear<Y> && sizeof(CodeOf<X>) + sizeof(CodeOf<Y>) < 4) {  // else there is time
         if (F % kRun == 0)
           return launch(name, swiglu_forward_kernel_near<X, Y>, dim3(blocks_for(M * runs_of(F), kThreads, 4)),
