@@ -300,7 +300,7 @@ struct Expanded {
   static constexpr Format format() { return {Type, Scaling::expand, N}; }
   static constexpr int run = N;
   struct Open {
-    float scale, inverse_k, centre;
+    float shift, inverse_k, centre;
   };
   struct Sealed {
     float inverse, k, log2_centre;
@@ -312,10 +312,14 @@ struct Expanded {
     k = scale + blocks_of(t.format, t.shape);
     centre = k + blocks_of(t.format, t.shape);
   }
-  COAT_HD Open open(int64_t b) const { return {scale[b], 1.f / k[b], centre[b]}; }
+  COAT_HD Open open(int64_t b) const {
+    const float inverse_k = 1.f / k[b];
+    return {log2_(scale[b]) * inverse_k, inverse_k, centre[b]};
+  }
+  // The logarithm is one of 127: a kernel may take it from a table.
   COAT_HD float load(int64_t i, Open o) const {
-    const float x = Code::decode(codes[i].code) * o.scale;
-    const float magnitude = exp2_(log2_(abs_(x)) * o.inverse_k) * o.centre;
+    const float x = Code::decode(codes[i].code);
+    const float magnitude = exp2_(fma_(log2_(abs_(x)), o.inverse_k, o.shift)) * o.centre;
     return x == 0.f ? x : copysign_(magnitude, x);
   }
   COAT_HD Sealed seal(int64_t b, const RangeWithMin& range) const {

@@ -162,12 +162,22 @@ COAT_HD float gelu_derivative(float x) { return fma_(x, 0.398942280f * exp_(-0.5
 // One AdamW update (COAT section 1.3 order: moments, bias-corrected denominator with eps outside the root, decoupled
 // decay on the old parameter). gain = 1 - beta; correct1 = 1 - beta1^t, correct2 = sqrt(1 - beta2^t).
 struct AdamW {
-  float lr, beta1, gain1, beta2, gain2, eps, weight_decay, correct1, correct2;
+  float lr, beta1, gain1, beta2, gain2, weight_decay;
+  float root, floor;  // the denominator is root sqrt(v) + floor
+  template <class Args>
+  explicit AdamW(const Args& args)
+      : lr(args.lr),
+        beta1(args.beta1),
+        gain1(args.gain1),
+        beta2(args.beta2),
+        gain2(args.gain2),
+        weight_decay(args.weight_decay),
+        root(args.correct1 / args.correct2),
+        floor(args.eps * args.correct1) {}
   COAT_HD void update(float& p, float g, float& m, float& v) const {
     m = fma_(m, beta1, gain1 * g);
     v = fma_(v, beta2, (gain2 * g) * g);
-    const float denominator = (sqrt_(v) / correct2 + eps) * correct1;
-    p = p - lr * fma_(p, weight_decay, m / denominator);
+    p = p - lr * fma_(p, weight_decay, m / fma_(sqrt_(v), root, floor));
   }
 };
 

@@ -61,8 +61,7 @@ void adamw(const adamw_args& args) {
   check_flat("v", args.v);
   const float* clip = args.clip ? args.clip.as<float>() : nullptr;
   if (clip && clip[1] != 0.f) return;
-  const AdamW rule{args.lr,  args.beta1,        args.gain1,    args.beta2,   args.gain2,
-                   args.eps, args.weight_decay, args.correct1, args.correct2};
+  const AdamW rule(args);
   for (size_t i = 0; i < args.p.size(); ++i) {
     const Tensor &m = args.m[i], &v = args.v[i];
     with("m", m, Views<F32, BF16, E4M3G128, E4M3X128>{}, [&](const auto m_view) {

@@ -106,6 +106,25 @@ __device__ inline void report(Status* status, Fault fault, int64_t index, int64_
   status->fault_limit = limit;
 }
 
+// ---- the special function unit ----
+
+// 2^x, log2 x and 1 / x, nearly: relative errors of 2^-22 and, of the logarithm, absolute ones where |log2 x| < 1.
+__device__ inline float exp2_near(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float log2_near(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float inverse_near(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- codes ----
 
 template <class View>

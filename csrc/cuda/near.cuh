@@ -10,16 +10,8 @@ namespace coat::cuda {
 
 // Exact of formula.h through the special function unit.
 struct Near {
-  static __device__ float exp(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2E));
-    return y;
-  }
-  static __device__ float inverse(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
+  static __device__ float exp(float x) { return exp2_near(x * kLog2E); }
+  static __device__ float inverse(float x) { return inverse_near(x); }
 };
 // Largest error of SwiGLU and its gradient by Near, relative to the sum of the magnitudes of its terms: more than twice
 // what is found over all arguments in the ranges that the kernels allow (2^-21.4; GELU has 2^-20.7, so twice this is
