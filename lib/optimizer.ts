@@ -13,35 +13,98 @@ export interface AdamWOptions {
   eps?: number
   /** Decoupled decay of matrices and embeddings (default 0.1); norms, biases and all 1-D tensors have none. */
   weightDecay?: number
+  /** Parameters with values of their own; where several match, the last that has a value gives it. */
+  parameters?: readonly AdamWOverride[]
 }
 
-const defaults: Required<AdamWOptions> = { lr: 1e-3, betas: [0.9, 0.95], eps: 1e-8, weightDecay: 0.1 }
+/** What the parameters that `match` names do differently. */
+export interface AdamWOverride {
+  /** A name as checkpoints have it; `*` stands for anything: `model.embed_tokens.*`. */
+  match: string
+  /** Learning rate, times the schedule's factor. */
+  lr?: number
+  betas?: readonly [number, number]
+  eps?: number
+  /** Decoupled decay, also of what has none by default. */
+  weightDecay?: number
+  /** Format of the first moment; the pair m, v must be one that the optimizer has. */
+  m?: Recipe['m']
+  /** Format of the second moment. */
+  v?: Recipe['v']
+}
+
+const defaults: Required<AdamWOptions> = {
+  lr: 1e-3,
+  betas: [0.9, 0.95],
+  eps: 1e-8,
+  weightDecay: 0.1,
+  parameters: [],
+}
+const overrides = ['match', 'lr', 'betas', 'eps', 'weightDecay', 'm', 'v']
 
 /** Checked options with defaults filled in; for `new Trainer(model, { optimizer: adamw({ … }) })`. */
 export function adamw(options: AdamWOptions = {}): Required<AdamWOptions> {
-  for (const key of Object.keys(options))
-    if (!Object.hasOwn(defaults, key))
-      throw new CoatError(
-        `adamw: option '${key}' is unknown; the options are ${Object.keys(defaults).join(', ')}`,
-        'option',
-        'adamw',
-        key,
-      )
+  checkNames(options, Object.keys(defaults), '')
   const full = { ...defaults, ...options }
-  const demand = (name: string, value: number, holds: boolean, rule: string) => {
-    if (!holds) throw new CoatError(`adamw: ${name} is ${value} and must be ${rule}`, 'value', 'adamw', name)
-  }
-  demand('lr', full.lr, Number.isFinite(full.lr) && full.lr >= 0, 'a finite number of at least 0')
-  demand('eps', full.eps, full.eps > 0, 'greater than 0')
-  demand('weightDecay', full.weightDecay, full.weightDecay >= 0, 'at least 0')
-  full.betas.forEach((beta, i) => {
-    demand(`betas[${i}]`, beta, beta >= 0 && beta < 1, 'at least 0 and less than 1')
+  checkNumbers(full, '')
+  full.parameters.forEach((override, i) => {
+    const where = `parameters[${i}].`
+    checkNames(override, overrides, where)
+    if (typeof override.match !== 'string')
+      throw new CoatError(
+        `adamw: ${where}match is ${override.match} and must be the name of parameters`,
+        'type',
+        'adamw',
+        `${where}match`,
+      )
+    checkNumbers(override, where)
+    if (override.lr !== undefined && full.lr === 0)
+      throw new CoatError(
+        `adamw: ${where}lr is ${override.lr} and lr is 0, which must be greater: the schedule scales both alike`,
+        'value',
+        'adamw',
+        `${where}lr`,
+      )
   })
   return full
 }
 
+function checkNames(options: object, names: readonly string[], where: string): void {
+  for (const key of Object.keys(options))
+    if (!names.includes(key))
+      throw new CoatError(
+        `adamw: option '${where}${key}' is unknown; the options are ${names.join(', ')}`,
+        'option',
+        'adamw',
+        `${where}${key}`,
+      )
+}
+
+function checkNumbers({ lr, betas, eps, weightDecay }: Omit<AdamWOptions, 'parameters'>, where: string): void {
+  const demand = (name: string, value: number | undefined, holds: (value: number) => boolean, rule: string) => {
+    if (value !== undefined && !holds(value))
+      throw new CoatError(`adamw: ${where}${name} is ${value} and must be ${rule}`, 'value', 'adamw', `${where}${name}`)
+  }
+  demand('lr', lr, (value) => Number.isFinite(value) && value >= 0, 'a finite number of at least 0')
+  demand('eps', eps, (value) => value > 0, 'greater than 0')
+  demand('weightDecay', weightDecay, (value) => value >= 0, 'at least 0')
+  betas?.forEach((beta, i) => {
+    demand(`betas[${i}]`, beta, (value) => value >= 0 && value < 1, 'at least 0 and less than 1')
+  })
+}
+
+/** The numbers of one native call; parameters that share them go together. */
+interface Group {
+  /** Learning rate as a part of the optimizer's. */
+  share: number
+  betas: readonly [number, number]
+  eps: number
+  decay: number
+}
+
 interface Slot {
   param: Param
+  group: Group
   master: Tensor | null
   m: Tensor
   v: Tensor
@@ -70,15 +133,37 @@ export class AdamW implements Disposable {
     this.params = module.parameters().filter((param) => !param.frozen)
     if (this.params.length === 0)
       throw new CoatError('adamw: the module has no parameter to train', 'value', 'adamw', 'module')
-    this.#slots = this.params.map((param) =>
+    const { lr, parameters } = this.options
+    const matched = parameters.map(({ match }, i) => {
+      const named = new Set(module.parameters(match))
+      if (named.size === 0)
+        throw new CoatError(
+          `adamw: parameters[${i}].match is '${match}', which no parameter of the module is named like`,
+          'value',
+          'adamw',
+          `parameters[${i}].match`,
+        )
+      return named
+    })
+    const plans = this.params.map((param) => {
+      const given = parameters.filter((_, i) => matched[i]?.has(param)).flatMap((override) => Object.entries(override))
+      const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
+      const all = { ...this.options, m: recipe.m, v: recipe.v, ...own }
+      checkPair(param, all.m, all.v)
+      const decay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
+      const group: Group = { share: lr > 0 ? all.lr / lr : 1, betas: all.betas, eps: all.eps, decay }
+      return { param, group, m: all.m, v: all.v }
+    })
+    this.#slots = plans.map(({ param, group, m, v }) =>
       scope(() => ({
         param,
+        group,
         master:
           recipe.master && param.tensor.format === 'bf16'
             ? held(native.convert(param.tensor.handle, null, 'f32'))
             : null,
-        m: zeroState(param.tensor, recipe.m),
-        v: zeroState(param.tensor, recipe.v),
+        m: zeroState(param.tensor, m),
+        v: zeroState(param.tensor, v),
       })),
     )
   }
@@ -112,36 +197,34 @@ export class AdamW implements Disposable {
    * not to be skipped.
    */
   step(lr: number, clip: Tensor | null = null): void {
-    const { betas, eps, weightDecay } = this.options
     const t = this.steps + 1
-    // 1 - beta and 1 - beta^t in float64: in f32 they lose most digits for beta near 1
-    const [beta1, beta2] = betas
-    const correct1 = 1 - beta1 ** t
-    const correct2 = Math.sqrt(1 - beta2 ** t)
-    for (const decay of [true, false])
-      for (const withMaster of [true, false]) {
-        const slots = this.#trained().filter(
-          ({ param, master }) => param.decay === decay && (master !== null) === withMaster,
-        )
-        if (slots.length === 0) continue
-        native.adamw(
-          slots.map(({ param }) => param.tensor.handle),
-          withMaster ? slots.map(({ master }) => (master as Tensor).handle) : null,
-          slots.map(({ param }) => (param.grad as Tensor).handle),
-          slots.map(({ m }) => m.handle),
-          slots.map(({ v }) => v.handle),
-          clip?.handle ?? null,
-          lr,
-          beta1,
-          1 - beta1,
-          beta2,
-          1 - beta2,
-          eps,
-          decay ? weightDecay : 0,
-          correct1,
-          correct2,
-        )
-      }
+    const calls = new Map<string, Slot[]>()
+    for (const slot of this.#trained()) {
+      const key = JSON.stringify([slot.group, slot.master !== null])
+      calls.set(key, [...(calls.get(key) ?? []), slot])
+    }
+    for (const slots of calls.values()) {
+      const [{ group, master }] = slots as [Slot]
+      const [beta1, beta2] = group.betas
+      native.adamw(
+        slots.map(({ param }) => param.tensor.handle),
+        master ? slots.map(({ master }) => (master as Tensor).handle) : null,
+        slots.map(({ param }) => (param.grad as Tensor).handle),
+        slots.map(({ m }) => m.handle),
+        slots.map(({ v }) => v.handle),
+        clip?.handle ?? null,
+        lr * group.share,
+        beta1,
+        // 1 - beta and 1 - beta^t in float64: in f32 they lose most digits for beta near 1
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        group.eps,
+        group.decay,
+        1 - beta1 ** t,
+        Math.sqrt(1 - beta2 ** t),
+      )
+    }
   }
 
   advance(): void {
@@ -163,6 +246,19 @@ export class AdamW implements Disposable {
   #trained(): Slot[] {
     return this.#slots.filter(({ param }) => param.grad !== null)
   }
+}
+
+// The pairs of formats that the native op has.
+function checkPair({ name }: Param, m: Format, v: Format): void {
+  const entry = native.table().find((row) => row.name === 'adamw')
+  const pairs = entry?.only.combinations ?? []
+  if (pairs.some((pair) => pair[0] === m && pair[1] === v)) return
+  throw new CoatError(
+    `adamw: m ${m} with v ${v}, of parameter '${name}', is not a pair of the optimizer, which has ${pairs.map((pair) => pair.join(' with ')).join(', ')}`,
+    'format',
+    'adamw',
+    'm',
+  )
 }
 
 function held(handle: number): Tensor {
