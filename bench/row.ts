@@ -5,8 +5,8 @@ import { CoatError, device } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { claim, markdownTable, peakOf, purposes, type Run, showBytes, showNumber, writeWhole } from '../lib/report.ts'
 
-const kinds = ['op', 'step', 'memory', 'train'] as const
-const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'loss'] as const
+const kinds = ['op', 'step', 'memory', 'train', 'state'] as const
+const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'loss', 'error', 'share'] as const
 
 export interface Row {
   schema: 1

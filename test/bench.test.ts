@@ -7,6 +7,7 @@ import { afterAll, describe, expect, test } from 'vitest'
 import { bench } from '../bench/cli.ts'
 import { type OpCase, opBench, opTable } from '../bench/measure.ts'
 import { casesLike, opCases } from '../bench/ops.ts'
+import { stateErrors, stateFormats } from '../bench/optimizer.ts'
 import {
   appendRows,
   fillSections,
@@ -18,8 +19,9 @@ import {
   writeRows,
 } from '../bench/row.ts'
 import { quickstart } from '../examples/quickstart.ts'
-import { device, memory } from '../lib/index.ts'
+import { device, memory, Tensor } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
+import { Random } from './values.ts'
 
 const folder = mkdtempSync(join(tmpdir(), 'coat-bench-'))
 afterAll(() => rmSync(folder, { recursive: true }))
@@ -160,6 +162,50 @@ test('step measures recipes and writes rows', async () => {
   expect(said.at(-1)).toBe(markdownRows(rows))
 })
 
+describe('optimizer', () => {
+  test('errors of known moments are the known ones', async () => {
+    const random = new Random(5)
+    const normals = (n: number) => Float32Array.from({ length: n }, () => random.normal())
+    const n = 128 * 600
+    const chiSquared = Float32Array.from({ length: n }, () => normals(20).reduce((sum, x) => sum + x * x, 0))
+    using m = Tensor.from(normals(n), [1, n])
+    using v = Tensor.from(chiSquared, [1, n])
+    const { mse, rms, lost, k, groups } = await stateErrors([{ m, v }])
+    expect(rms.m[0]).toBeCloseTo(0.0256, 3)
+    expect(rms.m[1]).toBeCloseTo(0.0141, 3)
+    expect(rms.v[0]).toBeCloseTo(0.0263, 3)
+    expect(rms.v[1]).toBeCloseTo(0.004, 3)
+    expect((mse[0]?.[0] as number) / (mse[1]?.[1] as number)).toBeCloseTo(3.8, 0)
+    expect(lost).toEqual([0, 0, 0, 0])
+    expect([groups, [...k.m.values()].reduce((a, b) => a + b)]).toEqual([600, 600])
+    const middle = (of: Map<number, number>) =>
+      [...of].reduce((sum, [bin, count]) => sum + (bin + 0.5) * count, 0) / groups
+    expect(middle(k.m)).toBeCloseTo(1.9, 0)
+    expect(middle(k.v)).toBeCloseTo(6.9, 0)
+  })
+
+  test('moments too small for their group are lost without expansion, and only there', async () => {
+    const values = Float32Array.from({ length: 256 }, (_, i) => (i % 2 ? 1 : 1e-11))
+    using m = Tensor.from(values, [1, 256])
+    using v = Tensor.from(values, [1, 256])
+    const { lost } = await stateErrors([{ m, v }])
+    expect(lost).toEqual([0.5, 0, 0.5, 0])
+  })
+
+  test('trains, and writes rows that can be read', async () => {
+    const said: string[] = []
+    await bench(['optimizer', '--steps', '2', '--json', path('optimizer.json')], (text) => said.push(text))
+    const rows = parseRows(readFileSync(path('optimizer.json'), 'utf8'))
+    expect(rows.filter(({ name }) => name === 'optimizer/mse').map(({ formats }) => formats)).toEqual(
+      stateFormats.flatMap((first) => stateFormats.map((second) => ({ m: first, v: second }))),
+    )
+    const shares = (moment: string) =>
+      rows.filter(({ name, formats }) => name === 'optimizer/k' && formats[moment]).map(({ median }) => median)
+    for (const moment of ['m', 'v']) expect(shares(moment).reduce((a, b) => a + b)).toBeCloseTo(100, 6)
+    expect(said.join('\n')).toContain('(paper 0.61 ×)')
+  })
+})
+
 test('quickstart trains, compares and leaves its files', async () => {
   const said: string[] = []
   const out = path('quickstart')
@@ -195,6 +241,7 @@ describe('command lines refuse', () => {
       /^error: .*'best' is unknown; the recipes are fp32, bf16, coat/,
     ],
     ['bench/cli.js', ['step', '--hidden', '20'], /^error: hidden is 20 and must be a multiple of 16/],
+    ['bench/cli.js', ['optimizer', '--steps', 'many'], /^error: option '--steps <n>' argument 'many' is invalid/],
     ['bench/cli.js', ['ops', '--filter', 'nothing'], /^error: no op has 'nothing' in its name/],
     ['bench/cli.js', ['ops', '--device', 'tpu'], /^error: device is 'tpu' and must be/],
     ['bench/cli.js', ['table', join(import.meta.dirname, '../biome.json')], /^error: rows: not JSON/],

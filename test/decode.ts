@@ -96,14 +96,17 @@ export function interval(kind: Kind, block: Block, x: number, slack: number, sat
   return x < 0 ? [-high, -low] : [low, high]
 }
 
-/** The block that the rule of e4m3/x128 gives a run (COAT section 3.2, and formulas for zeros and equal magnitudes). */
-export function expansionOf(run: ArrayLike<number>): Block {
+/**
+ * The block that range expansion gives a run (COAT section 3.2, and formulas for zeros and equal magnitudes); `top` is the
+ * largest code.
+ */
+export function expansionOf(run: ArrayLike<number>, top: number): Block {
   const sizes = Array.from(run, Math.abs).filter((x) => x > 0)
-  if (sizes.length === 0) return { scale: 1 / 448, k: 1, centre: 1 }
+  if (sizes.length === 0) return { scale: 1 / top, k: 1, centre: 1 }
   const [max, min] = [Math.max(...sizes), Math.min(...sizes)]
-  if (max === min) return { scale: 1 / 448, k: 1, centre: max }
-  const sixteenths = Math.floor((16 * Math.log2(448 ** 2 / 2)) / (Math.log2(max) - Math.log2(min)))
+  if (max === min) return { scale: 1 / top, k: 1, centre: max }
+  const sixteenths = Math.floor((16 * Math.log2(top ** 2 / 2)) / (Math.log2(max) - Math.log2(min)))
   const k = Math.min(Math.max(sixteenths, 1), 1024) / 16
   const centre = Math.sqrt(max) * Math.sqrt(min)
-  return { scale: (max / centre) ** k / 448, k, centre }
+  return { scale: (max / centre) ** k / top, k, centre }
 }

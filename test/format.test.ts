@@ -2,11 +2,11 @@
 import { describe, expect, it } from 'vitest'
 import type { AnyFormat } from '../lib/native.gen.ts'
 import { native } from '../lib/native.ts'
-import { type Block, expansionOf, interval, valueOfCode } from './decode.ts'
+import { type Block, expansionOf, interval, kinds, valueOfCode } from './decode.ts'
 import { bytesOf, own, read, stored, tensor } from './harness.ts'
 import { Random } from './values.ts'
 
-const fp8 = ['e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128'] as const
+const fp8 = ['e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128', 'e5m2/g128', 'e5m2/x128'] as const
 const codes = Array.from({ length: 256 }, (_, code) => code)
 const one = () => tensor('f32', [1], [1])
 /** The f32 `steps` after x, away from 0. */
@@ -154,7 +154,7 @@ describe.each(fp8)('%s', (format) => {
     expect(native.memory().infs - before).toBe(2)
     const after = await stored(x)
     expect(after.values[20]).toBeNaN()
-    expect([...after.codes.slice(21, 23)]).toEqual(format === 'e5m2/t' ? [0x7b, 0xfb] : [0x7e, 0xfe])
+    expect([...after.codes.slice(21, 23)]).toEqual(format.startsWith('e5m2') ? [0x7b, 0xfb] : [0x7e, 0xfe])
     expect([...after.values].toSpliced(20, 3)).toEqual(clean.toSpliced(20, 3))
     expect((await decoded(x)).flatMap((value, i) => (Number.isNaN(value) ? [i] : []))).toEqual([20])
   })
@@ -263,27 +263,28 @@ describe('e4m3/x128', () => {
     for (const n of [1, 127, 129]) expect((await expand(values.slice(0, n))).blocks.length).toBe(Math.ceil(n / 128))
   })
 
-  it('blocks, codes and decoded values agree with float64', async () => {
+  it.each(['e4m3', 'e5m2'] as const)('%s/x128: blocks, codes and decoded values agree with float64', async (kind) => {
+    const top = kinds[kind].max
     const random = new Random(22)
     const spread = (i: number) => 10 ** (Math.floor(i / 128) % 12)
     const values = Array.from({ length: 128 * 240 }, (_, i) =>
       Math.fround(random.normal() * spread(i) ** (2 * random.uniform() - 1)),
     )
-    const x = tensor('e4m3/x128', [values.length], values)
+    const x = tensor(`${kind}/x128`, [values.length], values)
     const { blocks, values: exact } = await stored(x)
     let misses = 0
     blocks.forEach((block, b) => {
-      const wanted = expansionOf(values.slice(b * 128, b * 128 + 128))
+      const wanted = expansionOf(values.slice(b * 128, b * 128 + 128), top)
       if (block.k !== wanted.k) misses += 1
       expect(block.centre / wanted.centre).toBeCloseTo(1, 5)
       expect(
         block.scale /
-          ((Math.max(...values.slice(b * 128, b * 128 + 128).map(Math.abs)) / wanted.centre) ** block.k / 448),
+          ((Math.max(...values.slice(b * 128, b * 128 + 128).map(Math.abs)) / wanted.centre) ** block.k / top),
       ).toBeCloseTo(1, 4)
     })
     expect(misses).toBeLessThanOrEqual(1) // a quotient within an FP32 error of a multiple of 1/16
     for (const [i, value] of values.entries()) {
-      const [low, high] = interval('e4m3', blocks[i >> 7] as Block, value, Math.abs(value) * 1e-5, false)
+      const [low, high] = interval(kind, blocks[i >> 7] as Block, value, Math.abs(value) * 1e-5, false)
       if (!((exact[i] as number) >= low && (exact[i] as number) <= high)) throw new Error(`${value} became ${exact[i]}`)
     }
     for (const [i, value] of (await decoded(x)).entries())

@@ -18,6 +18,8 @@ describe('accounts', () => {
       'e4m3/g16': 400 + 2 * 3 * 9,
       'e4m3/g128': 400 + 4 * 3 * 2,
       'e4m3/x128': 400 + 12 * 4,
+      'e5m2/g128': 400 + 4 * 3 * 2,
+      'e5m2/x128': 400 + 12 * 4,
     } as const
     for (const [format, size] of Object.entries(bytes) as [keyof typeof bytes, number][]) {
       const x = own(native.make(format, [3, 133], 'cpu', 'temp'))

@@ -15,7 +15,17 @@ afterEach(() => {
 const values = Float32Array.from({ length: 48 }, (_, i) => Math.sin(i) * (i % 7))
 
 it('reads back what was written, in every format', async () => {
-  for (const format of ['f32', 'bf16', 'e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128'] as const) {
+  for (const format of [
+    'f32',
+    'bf16',
+    'e4m3/t',
+    'e5m2/t',
+    'e4m3/g16',
+    'e4m3/g128',
+    'e4m3/x128',
+    'e5m2/g128',
+    'e5m2/x128',
+  ] as const) {
     using x = Tensor.from(values, [3, 16], { format })
     const back = await x.read()
     const worst = Math.max(...values.map((value, i) => Math.abs(value - (back[i] as number))))

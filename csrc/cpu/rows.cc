@@ -4,7 +4,7 @@
 namespace coat::cpu {
 namespace {
 
-using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128>;
+using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
 
 // f(block, from, to) for the runs that [begin, end) touches.
 template <class V, class F>

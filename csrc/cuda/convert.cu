@@ -7,7 +7,7 @@
 namespace coat::cuda {
 namespace {
 
-using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128>;
+using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
 using Matrices = Views<F32, BF16, E4M3T, E5M2T>;
 
 // Bits of the largest finite |x|, merged into *measured, which starts at 0. 8 vectors of 16 bytes a thread. Reads x
