@@ -136,12 +136,27 @@ async function exponentsOf(x: Tensor): Promise<Float32Array> {
 
 export function optimizerRows({ mse, rms, lost, k, groups, elements, steps }: StateErrors, device: Device): Row[] {
   const fields = { kind: 'state', device: device.kind, shape: { steps, elements } } as const
-  const one = (name: string, metric: 'error' | 'share', formats: Partial<Record<'m' | 'v', string>>, value: number) =>
-    makeRow({ ...fields, name: `optimizer/${name}`, metric, unit: metric === 'share' ? '%' : '1', formats }, [value])
+  const one = (
+    name: string,
+    metric: 'error' | 'share',
+    formats: Partial<Record<'m' | 'v', string>>,
+    value: number,
+    baseline: Row['baseline'] = null,
+  ) =>
+    makeRow({ ...fields, name: `optimizer/${name}`, metric, unit: metric === 'share' ? '%' : '1', formats, baseline }, [
+      value,
+    ])
+  const plain = { name: 'plain E4M3', median: at(mse[0] as number[], 0) }
   return [
     ...mse.flatMap((row, first) =>
       row.map((value, second) =>
-        one('mse', 'error', { m: stateFormats[first] as StateFormat, v: stateFormats[second] as StateFormat }, value),
+        one(
+          'mse',
+          'error',
+          { m: stateFormats[first] as StateFormat, v: stateFormats[second] as StateFormat },
+          value,
+          first + second > 0 ? plain : null,
+        ),
       ),
     ),
     ...stateFormats.flatMap((format, f) => [

@@ -238,5 +238,6 @@ export function fillSections(markdown: string, read: (file: string) => string): 
 
 function showValue({ metric, unit }: Row, value: number): string {
   if (unit === 'B') return showBytes(value)
+  if (unit === '1') return value.toExponential(2)
   return metric === 'loss' ? `${value.toFixed(4)} ${unit}` : `${showNumber(value)} ${unit}`
 }
