@@ -15,6 +15,8 @@ export interface AdamWOptions {
   weightDecay?: number
   /** Parameters with values of their own; where several match, the last that has a value gives it. */
   parameters?: readonly AdamWOverride[]
+  /** Take formats of v that store small values as 0, after which one step can be thousands of learning rates (default no). */
+  allowUnsafe?: boolean
 }
 
 /** What the parameters that `match` names do differently. */
@@ -39,6 +41,7 @@ const defaults: Required<AdamWOptions> = {
   eps: 1e-8,
   weightDecay: 0.1,
   parameters: [],
+  allowUnsafe: false,
 }
 const overrides = ['match', 'lr', 'betas', 'eps', 'weightDecay', 'm', 'v']
 
@@ -150,6 +153,7 @@ export class AdamW implements Disposable {
       const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
       const all = { ...this.options, m: recipe.m, v: recipe.v, ...own }
       checkPair(param, all.m, all.v)
+      if (!this.options.allowUnsafe) checkSafe(param, all.v)
       const decay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const group: Group = { share: lr > 0 ? all.lr / lr : 1, betas: all.betas, eps: all.eps, decay }
       return { param, group, m: all.m, v: all.v }
@@ -258,6 +262,17 @@ function checkPair({ name }: Param, m: Format, v: Format): void {
     'format',
     'adamw',
     'm',
+  )
+}
+
+// Without range expansion one large value of a run makes the small ones 0.
+function checkSafe({ name }: Param, v: Format): void {
+  if (!/^e\dm\d\/[gt]/.test(v)) return
+  throw new CoatError(
+    `adamw: v ${v}, of parameter '${name}', stores small second moments as 0, and the next step divides by them; take v ${v.replace(/\/.*/, '/x128')}, or set allowUnsafe`,
+    'value',
+    'adamw',
+    'v',
   )
 }
 
