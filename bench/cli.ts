@@ -7,7 +7,7 @@ import { type Device, device, type RecipeName } from '../lib/index.ts'
 import { claim, textTable, writeWhole } from '../lib/report.ts'
 import { opBench, opTable } from './measure.ts'
 import { casesLike } from './ops.ts'
-import { optimizerBench, optimizerDefaults, optimizerRows, optimizerTables } from './optimizer.ts'
+import { optimizerBench, optimizerDefaults, optimizerHtml, optimizerRows, optimizerTables } from './optimizer.ts'
 import { count, recipeNames, start } from './options.ts'
 import { appendRows, fillSections, markdownRows, parseRows, type Row, writeRows } from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
@@ -62,12 +62,16 @@ export async function bench(args: readonly string[], print: (text: string) => vo
   command(
     'optimizer',
     'real moments of an fp32 run in every pair of 8-bit formats',
-    async (device, options: { steps: number }) => {
+    async (device, options: { steps: number; html?: string }) => {
+      if (options.html) claim(options.html)
       const errors = await optimizerBench({ device, steps: options.steps })
       print(optimizerTables(errors).map(textTable).join('\n\n'))
+      if (options.html) writeWhole(options.html, await optimizerHtml(errors))
       return optimizerRows(errors, device)
     },
-  ).option('--steps <n>', 'steps of training before the moments are taken', count, optimizerDefaults.steps)
+  )
+    .option('--steps <n>', 'steps of training before the moments are taken', count, optimizerDefaults.steps)
+    .option('--html <file>', 'write a report to this file')
 
   program
     .command('table')

@@ -8,7 +8,7 @@ import {
   TextDataset,
   Trainer,
 } from '../lib/index.ts'
-import { showNumber, type Table } from '../lib/report.ts'
+import { htmlTable, pageHtml, showNumber, type Table } from '../lib/report.ts'
 import { corpus } from './corpus.ts'
 import { makeRow, type Row } from './row.ts'
 
@@ -212,4 +212,32 @@ export function optimizerTables({ mse, rms, lost, k, groups }: StateErrors): Tab
       rows: bins.map((bin) => [String(bin), share(k.m.get(bin) ?? 0), share(k.v.get(bin) ?? 0)]),
     },
   ]
+}
+
+/** The tables, and the histogram of k as a chart. */
+export async function optimizerHtml(errors: StateErrors): Promise<string> {
+  const { shareChart } = await import('../lib/charts.ts')
+  const shares = (['m', 'v'] as const).flatMap((name) =>
+    [...errors.k[name]].map(([bin, count]) => ({ name, at: bin, percent: (100 * count) / errors.groups })),
+  )
+  const [mse, moments] = optimizerTables(errors) as [Table, Table]
+  return pageHtml(
+    'AdamW with 8-bit states',
+    [
+      `Moments of ${errors.elements.toLocaleString('en-US')} parameters after ${errors.steps} steps of an fp32 run, stored in every pair of formats.`,
+    ],
+    [
+      {
+        heading: 'Error of m/√v',
+        note: 'Mean square, first moment by second, and as a multiple of plain E4M3; in parentheses the multiples of COAT, table 1.',
+        body: htmlTable(mse),
+      },
+      { heading: 'Error of each moment', note: 'Root mean square, by that of the values.', body: htmlTable(moments) },
+      {
+        heading: 'Exponent of range expansion',
+        note: 'Groups of 128 in e4m3/x128 by their k, rounded down.',
+        body: shareChart('k', shares),
+      },
+    ],
+  )
 }

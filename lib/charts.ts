@@ -78,3 +78,17 @@ export function memoryChart(bars: readonly Bar[]): string {
     ],
   })
 }
+
+/** Parts of a whole in percent by number, bars of several names side by side. */
+export function shareChart(label: string, shares: readonly { name: string; at: number; percent: number }[]): string {
+  const names = [...new Set(shares.map(({ name }) => name))]
+  return render({
+    height: 300,
+    ariaLabel: `Share by ${label}`,
+    x: { axis: null, domain: names },
+    fx: { label, tickFormat: 'd' },
+    y: { label: 'share (%)', grid: true },
+    color: { legend: true, domain: names, range: colours },
+    marks: [Plot.barY(shares, { fx: 'at', x: 'name', y: 'percent', fill: 'name' }), Plot.ruleY([0])],
+  })
+}

@@ -213,6 +213,28 @@ export async function reportHtml({ title, notes, runs, table, texts = {} }: Repo
       return { name: recipe, bytes: purposes.map((purpose) => [purpose, peak[purpose]] as const) }
     }),
   )
+  return pageHtml(title, notes, [
+    {
+      heading: 'Loss',
+      note: 'Thin: the training loss of every step; thick: its running mean; dot: the loss on held-out text after the last step.',
+      body: losses,
+    },
+    { heading: 'Memory', note: 'Every purpose at its own peak; the peaks need not fall together.', body: bars },
+    { heading: 'Numbers', body: htmlTable(table) },
+    ...Object.entries(texts).map(([heading, text]) => ({ heading, body: `<pre>${escapeHtml(text)}</pre>` })),
+  ])
+}
+
+/** Part of a page: `body` is HTML. */
+export interface Section {
+  heading: string
+  note?: string
+  body: string
+}
+
+/** A page that asks for nothing else. */
+export function pageHtml(title: string, notes: readonly string[], sections: readonly Section[]): string {
+  const paragraph = (text: string) => `<p>${escapeHtml(text)}</p>\n`
   return `<!doctype html>
 <html lang="en">
 <head>
@@ -230,24 +252,17 @@ pre { padding: 1em; background: #f5f5f5; white-space: pre-wrap }
 </head>
 <body>
 <h1>${escapeHtml(title)}</h1>
-${notes.map((note) => `<p>${escapeHtml(note)}</p>`).join('\n')}
-<h2>Loss</h2>
-<p>Thin: the training loss of every step; thick: its running mean; dot: the loss on held-out text after the last step.</p>
-${losses}
-<h2>Memory</h2>
-<p>Every purpose at its own peak; the peaks need not fall together.</p>
-${bars}
-<h2>Numbers</h2>
-${htmlTable(table)}
-${Object.entries(texts)
-  .map(([heading, text]) => `<h2>${escapeHtml(heading)}</h2>\n<pre>${escapeHtml(text)}</pre>`)
-  .join('\n')}
-</body>
+${notes.map(paragraph).join('')}${sections
+  .map(
+    ({ heading, note, body }) =>
+      `<h2>${escapeHtml(heading)}</h2>\n${note === undefined ? '' : paragraph(note)}${body}\n`,
+  )
+  .join('')}</body>
 </html>
 `
 }
 
-function htmlTable({ head, rows }: Table): string {
+export function htmlTable({ head, rows }: Table): string {
   const line = (cells: readonly string[], tag: string) =>
     `<tr>${cells.map((cell) => `<${tag}>${escapeHtml(cell)}</${tag}>`).join('')}</tr>`
   return `<table>\n${[line(head, 'th'), ...rows.map((row) => line(row, 'td'))].join('\n')}\n</table>`

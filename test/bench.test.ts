@@ -194,7 +194,8 @@ describe('optimizer', () => {
 
   test('trains, and writes rows that can be read', async () => {
     const said: string[] = []
-    await bench(['optimizer', '--steps', '2', '--json', path('optimizer.json')], (text) => said.push(text))
+    const files = ['--json', path('optimizer.json'), '--html', path('optimizer.html')]
+    await bench(['optimizer', '--steps', '2', ...files], (text) => said.push(text))
     const rows = parseRows(readFileSync(path('optimizer.json'), 'utf8'))
     expect(rows.filter(({ name }) => name === 'optimizer/mse').map(({ formats }) => formats)).toEqual(
       stateFormats.flatMap((first) => stateFormats.map((second) => ({ m: first, v: second }))),
@@ -202,7 +203,9 @@ describe('optimizer', () => {
     const shares = (moment: string) =>
       rows.filter(({ name, formats }) => name === 'optimizer/k' && formats[moment]).map(({ median }) => median)
     for (const moment of ['m', 'v']) expect(shares(moment).reduce((a, b) => a + b)).toBeCloseTo(100, 6)
-    expect(said.join('\n')).toContain('(paper 0.61 ×)')
+    const html = readFileSync(path('optimizer.html'), 'utf8')
+    for (const text of [said.join('\n'), html]) expect(text).toContain('(paper 0.61 ×)')
+    expect(html).toContain('<svg')
   })
 })
 
