@@ -152,6 +152,7 @@ export const sizes = [
 export const wideSizes = [
   { M: 18, N: 1568 },
   { M: 3, N: 4640 },
+  { M: 2, N: 6144 },
 ]
 
 interface Input {

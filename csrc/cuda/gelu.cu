@@ -114,6 +114,9 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) ==
     for (int k = 0; k < kRun; ++k) {
       const float x_phi = v[k] * (0.398942280f * Near::exp(-0.5f * v[k] * v[k])), tail = normal_tail<Near>(v[k]);
       const float cdf = v[k] < 0.f ? tail : 1.f - tail, g = error[k] * inverse;
+      // so near to its root even the sign of the derivative is open, which a dy of 0 would hide
+      if constexpr (std::is_same_v<X, F32>)
+        certain = certain && abs_(x_phi + cdf) > (abs_(x_phi) + cdf) * (2.f * kNearError);
       v[k] = g * (x_phi + cdf);
       error[k] = abs_(g) * ((abs_(x_phi) + cdf) * (2.f * kNearError));
     }

@@ -8,6 +8,7 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr float kLowestGate = -86.f, kLargestProduct = 0x1p100f;  // within them nothing overflows or flushes
 constexpr float kMostBelow = 0.2785f, kSteepest = 2.3994f;        // largest |silu(x)| for x < 0; where silu' is largest
+constexpr float kRoot = -1.27846454f;                             // of silu'
 constexpr float kMostSlope = 1.1f;                                // … and above that
 
 // 16 columns of half 0, the gates, or 1, the ups, of x: those of run at.run of y.
@@ -208,6 +209,8 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
           for (int j = 0; j < 2; ++j) {
             float dgate, dup;
             const float s = swiglu_gradient<Near>(gate[k + j], up[k + j], g[k + j], dgate, dup);
+            // so near to its root even the sign of silu' is open, which a product of 0 would hide
+            if constexpr (std::is_same_v<X, F32>) certain = certain && !(abs_(gate[k + j] - kRoot) < 8e-6f);
             const float error = abs_(g[k + j] * up[k + j]) * fma_(abs_(gate[k + j]), s, s) * (inverse * kNearError);
             spread(dgate * inverse, error, low_gate[j], high_gate[j]);
             low_up[j] = dup * less;
