@@ -56,12 +56,8 @@ constexpr float kNaN = __builtin_nanf("");
 constexpr float kInf = __builtin_inff();
 constexpr float kMinNormal = 1.17549435e-38f;  // 2^-126: no stored scale is smaller, so that 1 / scale is finite
 
-// 2^x. Polynomial in the fraction; relative error below 2e-7; saturates to 0 and Inf; NaN stays NaN.
-COAT_HD float exp2_(float x) {
-  const float c = x < -151.f ? -151.f : (x > 129.f ? 129.f : x);
-  const float round = 12582912.f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-  const float shifted = c + round;
-  const float f = c - (shifted - round);
+// 2^f for |f| <= 1/2.
+COAT_HD float exp2_fraction(float f) {
   float p = 1.52527338e-5f;
   p = fma_(p, f, 1.54035304e-4f);
   p = fma_(p, f, 1.33335581e-3f);
@@ -69,9 +65,17 @@ COAT_HD float exp2_(float x) {
   p = fma_(p, f, 5.55041087e-2f);
   p = fma_(p, f, 2.40226507e-1f);
   p = fma_(p, f, 6.93147181e-1f);
-  p = fma_(p, f, 1.f);
-  const int whole = static_cast<int>(bits_of(shifted) - bits_of(round));  // no conversion: it is a slow instruction
-  const int half = whole >> 1;                                            // two factors: subnormal results round once
+  return fma_(p, f, 1.f);
+}
+constexpr float kRoundToInteger = 12582912.f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+
+// 2^x. Polynomial in the fraction; relative error below 2e-7; saturates to 0 and Inf; NaN stays NaN.
+COAT_HD float exp2_(float x) {
+  const float c = x < -151.f ? -151.f : (x > 129.f ? 129.f : x);
+  const float shifted = c + kRoundToInteger;
+  const float p = exp2_fraction(c - (shifted - kRoundToInteger));
+  const int whole = static_cast<int>(bits_of(shifted) - bits_of(kRoundToInteger));  // a conversion is slow
+  const int half = whole >> 1;  // two factors: subnormal results round once
   return p * float_of(static_cast<uint32_t>(half + 127) << 23) *
          float_of(static_cast<uint32_t>(whole - half + 127) << 23);
 }

@@ -82,9 +82,8 @@ struct Exact {
 // 3e-7 for |x| < 8. Anything outside gives anything, the same on both backends unless it is Inf or NaN.
 constexpr float kSoftmaxLow = -80.f, kSoftmaxHigh = 64.f;
 COAT_HD float softmax_exp_(float x) {
-  const float round = 12582912.f;  // 1.5 * 2^23, as in exp2_: its bits shifted left by 23 are 0
-  const float shifted = fma_(x, kLog2E, round);
-  const float f = fma_(x, kLog2E, -(shifted - round));
+  const float shifted = fma_(x, kLog2E, kRoundToInteger);  // whose own bits shifted left by 23 are 0
+  const float f = fma_(x, kLog2E, -(shifted - kRoundToInteger));
   float p = 1.32647273e-3f;
   p = fma_(p, f, 9.67151299e-3f);
   p = fma_(p, f, 5.55073358e-2f);

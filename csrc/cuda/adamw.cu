@@ -145,16 +145,8 @@ struct Opened {
 };
 // 2^x of format.h where no power is subnormal or infinite: the same bits.
 __device__ inline float exp2_inside(float x) {
-  const float round = 12582912.f, shifted = x + round, f = x - (shifted - round);
-  float p = 1.52527338e-5f;
-  p = fma_(p, f, 1.54035304e-4f);
-  p = fma_(p, f, 1.33335581e-3f);
-  p = fma_(p, f, 9.61812911e-3f);
-  p = fma_(p, f, 5.55041087e-2f);
-  p = fma_(p, f, 2.40226507e-1f);
-  p = fma_(p, f, 6.93147181e-1f);
-  p = fma_(p, f, 1.f);
-  return float_of(bits_of(p) + (bits_of(shifted) << 23));
+  const float shifted = x + kRoundToInteger;  // its bits shifted left by 23 are the exponent
+  return float_of(bits_of(exp2_fraction(x - (shifted - kRoundToInteger))) + (bits_of(shifted) << 23));
 }
 // Four elements of a moment, as E4M3X128::load has them. logs[code][lane]: log2 of the magnitudes of codes, a copy a
 // lane, so that no two lanes meet in a bank.
