@@ -110,27 +110,29 @@ function largeOf(sizes: Sizes): Sizes {
   return Object.fromEntries(entries)
 }
 
+/** Bandwidth of a plain copy of n floats: on the CPU by one thread of JavaScript. */
 function copyRow(options: OpBenchOptions): Row {
-  return options.device.kind === 'cpu' ? copyOnCpu(options) : copyOnDevice(options)
-}
-
-function copyOnDevice({ device, budget = 300 }: OpBenchOptions): Row {
-  const n = 2 ** 28
-  const x = native.random_uniform('f32', 2 ** 14, 2 ** 14, -1, 1, 1, device.kind)
-  const times = repeatOnDevice(() => [native.convert(x, null, 'f32')], budget)
-  native.free(x)
+  const { kind } = options.device
+  const n = kind === 'cpu' ? 2 ** 24 : 2 ** 28
+  const times = kind === 'cpu' ? copyOnCpu(n, options) : copyOnDevice(n, options)
+  const shape: Record<string, number> = kind === 'cpu' ? { n, threads: 1 } : { n }
   return makeRow(
-    {
-      kind: 'op',
-      name: 'copy',
-      metric: 'bandwidth',
-      unit: 'GB/s',
-      device: device.kind,
-      shape: { n },
-      formats: { x: 'f32' },
-    },
+    { kind: 'op', name: 'copy', metric: 'bandwidth', unit: 'GB/s', device: kind, shape, formats: { x: 'f32' } },
     times.map((time) => (8 * n) / time / 1e6),
   )
+}
+
+function copyOnCpu(n: number, { budget = 300 }: OpBenchOptions): number[] {
+  const from = new Float32Array(n).fill(1)
+  const to = new Float32Array(n)
+  return repeat(() => to.set(from), budget)
+}
+
+function copyOnDevice(n: number, { device, budget = 300 }: OpBenchOptions): number[] {
+  const x = native.random_uniform('f32', 2 ** 14, n / 2 ** 14, -1, 1, 1, device.kind)
+  const times = repeatOnDevice(() => [native.convert(x, null, 'f32')], budget)
+  native.free(x)
+  return times
 }
 
 /**
@@ -190,25 +192,6 @@ async function readRows({ device, budget = 300 }: OpBenchOptions): Promise<Row[]
   const fields = { kind: 'op', metric: 'time', unit: 'ms', device: device.kind, shape: { n: 2 ** 18 } } as const
   return Object.entries(measured).map(([name, times]) =>
     makeRow({ ...fields, name: `read/${name}`, formats: { x: 'f32' } }, times),
-  )
-}
-
-function copyOnCpu({ device, budget = 300 }: OpBenchOptions): Row {
-  const n = 2 ** 24
-  const from = new Float32Array(n).fill(1)
-  const to = new Float32Array(n)
-  const times = repeat(() => to.set(from), budget)
-  return makeRow(
-    {
-      kind: 'op',
-      name: 'copy',
-      metric: 'bandwidth',
-      unit: 'GB/s',
-      device: device.kind,
-      shape: { n, threads: 1 },
-      formats: { x: 'f32' },
-    },
-    times.map((time) => (2 * from.byteLength) / time / 1e6),
   )
 }
 

@@ -108,6 +108,8 @@ interface Group {
 interface Slot {
   param: Param
   group: Group
+  /** Equal for slots that one native call takes together. */
+  call: string
   master: Tensor | null
   m: Tensor
   v: Tensor
@@ -148,27 +150,29 @@ export class AdamW implements Disposable {
         )
       return named
     })
+    const pairs = native.table().find((row) => row.name === 'adamw')?.only.combinations ?? []
     const plans = this.params.map((param) => {
       const given = parameters.filter((_, i) => matched[i]?.has(param)).flatMap((override) => Object.entries(override))
       const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
       const all = { ...this.options, m: recipe.m, v: recipe.v, ...own }
-      checkPair(param, all.m, all.v)
+      checkPair(param, all.m, all.v, pairs)
       if (!this.options.allowUnsafe) checkSafe(param, all.v)
       const decay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const group: Group = { share: lr > 0 ? all.lr / lr : 1, betas: all.betas, eps: all.eps, decay }
       return { param, group, m: all.m, v: all.v }
     })
     this.#slots = plans.map(({ param, group, m, v }) =>
-      scope(() => ({
-        param,
-        group,
-        master:
-          recipe.master && param.tensor.format === 'bf16'
-            ? held(native.convert(param.tensor.handle, null, 'f32'))
-            : null,
-        m: zeroState(param.tensor, m),
-        v: zeroState(param.tensor, v),
-      })),
+      scope(() => {
+        const doubled = recipe.master !== null && param.tensor.format === 'bf16'
+        return {
+          param,
+          group,
+          call: JSON.stringify([group, doubled]),
+          master: doubled ? held(native.convert(param.tensor.handle, null, 'f32')) : null,
+          m: zeroState(param.tensor, m),
+          v: zeroState(param.tensor, v),
+        }
+      }),
     )
   }
 
@@ -204,8 +208,9 @@ export class AdamW implements Disposable {
     const t = this.steps + 1
     const calls = new Map<string, Slot[]>()
     for (const slot of this.#trained()) {
-      const key = JSON.stringify([slot.group, slot.master !== null])
-      calls.set(key, [...(calls.get(key) ?? []), slot])
+      const together = calls.get(slot.call)
+      if (together) together.push(slot)
+      else calls.set(slot.call, [slot])
     }
     for (const slots of calls.values()) {
       const [{ group, master }] = slots as [Slot]
@@ -253,9 +258,7 @@ export class AdamW implements Disposable {
 }
 
 // The pairs of formats that the native op has.
-function checkPair({ name }: Param, m: Format, v: Format): void {
-  const entry = native.table().find((row) => row.name === 'adamw')
-  const pairs = entry?.only.combinations ?? []
+function checkPair({ name }: Param, m: Format, v: Format, pairs: readonly (readonly (Format | null)[])[]): void {
   if (pairs.some((pair) => pair[0] === m && pair[1] === v)) return
   throw new CoatError(
     `adamw: m ${m} with v ${v}, of parameter '${name}', is not a pair of the optimizer, which has ${pairs.map((pair) => pair.join(' with ')).join(', ')}`,
