@@ -1,28 +1,10 @@
-// adamw: one launch over the runs of a whole list of parameters: decode moments, update, range, seal, store.
-#include <vector>
-
-#include "../contract.h"
-#include "../formula.h"
-#include "../ops.h"
-#include "lanes.cuh"
+// adamw for moments in e4m3/x128.
+#include "adamw.cuh"
 
 namespace coat::cuda {
 namespace {
 
-constexpr int kRun = 128, kPart = 4;             // a lane has a part of the run of its warp
-constexpr int kWarps = 4, kRunsOfBlock = 16;     // small blocks, since registers limit how many warps fit
-constexpr int64_t kChunk = kRunsOfBlock * kRun;  // elements of a block
-
-// One parameter of the list; its blocks are those of the grid from first_block on.
-template <class V>
-struct Item {
-  V m, v;
-  uint8_t *p, *master;  // master: null where there is none
-  const uint8_t* g;
-  int64_t n, first_block;
-  bool p_narrow, g_narrow;  // bf16
-};
-
+constexpr int kPart = 4;
 // Four values that are f32 or bf16, chosen at run time: fetched first, decoded when needed.
 struct Part {
   union {
@@ -55,77 +37,6 @@ __device__ void put(uint8_t* data, bool narrow, int64_t i, int64_t left, const f
     out.template put<Whole>(reinterpret_cast<Float32*>(data), i, left);
   }
 }
-
-template <class V>
-__device__ typename V::Open open_run(const V& view, int64_t run) {
-  if constexpr (V::run == 0)
-    return {};
-  else
-    return view.open(run);
-}
-
-// Stores a lane's part of a run of a moment; counts the infinities that its format does not keep.
-template <bool Whole, class V>
-__device__ void put_moment(const V& view, int64_t run, int64_t i, int64_t left, const float (&x)[kPart],
-                           uint32_t& infs) {
-  typename V::Sealed sealed{};
-  if constexpr (V::run != 0) {
-    static_assert(V::run == kRun);
-    RangeOf<V> range;
-    add_all(range, x);
-    infs += range.infs;
-    range.infs = 0;
-    merge_lanes<32>(range);
-    sealed = view.seal(run, range);
-  }
-  Lane<CodeOf<V>, kPart> out;
-  out.encode(view, sealed, x);
-  out.template put<Whole>(view.codes, i, left);
-}
-
-// One warp a run of 128 elements, 4 a lane; one block 16 runs of one parameter, which it finds in the table by
-// bisection. Elements past a short tail count as zeros, which no range sees. Bytes an element: p 8 or 4 (or master 8
-// and p 4 or 2), g 4 or 2, moments twice their size each.
-template <class V>
-__global__ void __launch_bounds__(kWarps * 32)
-    adamw_kernel(const Item<V>* list, int count, AdamW rule, const float* clip, Status* status) {
-  if (clip && clip[1] != 0.f) return;
-  const float factor = clip ? clip[0] : 1.f;
-  const Item<V> item = owner_of(list, count, &Item<V>::first_block, blockIdx.x);
-  const uint8_t* source = item.master ? item.master : item.p;
-  const bool source_narrow = !item.master && item.p_narrow;
-  uint32_t infs = 0;
-#pragma unroll 1
-  for (int turn = threadIdx.x / 32; turn < kRunsOfBlock; turn += kWarps) {
-    const int64_t run = (blockIdx.x - item.first_block) * kRunsOfBlock + turn;
-    if (run * kRun >= item.n) break;
-    const int64_t i = run * kRun + threadIdx.x % 32 * kPart, left = item.n - i;
-    by_case((run + 1) * kRun <= item.n, [&](auto whole) {
-      constexpr bool kWhole = whole.value;
-      Part p_part, g_part;
-      Lane<CodeOf<V>, kPart> m_lane, v_lane;
-      p_part.fetch<kWhole>(source, source_narrow, i, left);
-      g_part.fetch<kWhole>(item.g, item.g_narrow, i, left);
-      m_lane.template fetch<kWhole>(item.m.codes, i, left);
-      v_lane.template fetch<kWhole>(item.v.codes, i, left);
-      float p[kPart], g[kPart], m[kPart], v[kPart];
-      const auto m_open = open_run(item.m, run), v_open = open_run(item.v, run);
-      m_lane.decode(item.m, m_open, m);
-      v_lane.decode(item.v, v_open, v);
-      p_part.decode(source_narrow, p);
-      g_part.decode(item.g_narrow, g);
-#pragma unroll
-      for (int k = 0; k < kPart; ++k) rule.update(p[k], g[k] * factor, m[k], v[k]);
-      put_moment<kWhole>(item.m, run, i, left, m, infs);
-      put_moment<kWhole>(item.v, run, i, left, v, infs);
-      if (item.master) put<kWhole>(item.master, false, i, left, p);
-      put<kWhole>(item.p, item.p_narrow, i, left, p);
-    });
-  }
-  if constexpr (V::run != 0) count_infs_of_block(status, infs);
-}
-
-// ---- e4m3/x128: exact in few instructions ----
 
 constexpr int kTogether = 4, kAhead = 2;    // runs that a warp works on at a time; and fetches ahead
 constexpr int kRoundsOfBlock = 2;           // … one batch after the other
@@ -328,45 +239,8 @@ __global__ void __launch_bounds__(kWarps * 32, 4)
   count_infs_of_block(status, infs);
 }
 
-// The parameters whose moments have the format of V.
-template <class V>
-void update(const adamw_args& args) {
-  constexpr bool kExpands = std::is_same_v<V, E4M3X128>;
-  constexpr int64_t kElements = kExpands ? kLongChunk : kChunk;
-  std::vector<Item<V>> list;
-  int64_t blocks = 0;
-  for (size_t i = 0; i < args.p.size(); ++i) {
-    const Tensor &p = args.p[i], &g = args.g[i];
-    const int64_t n = p.shape.numel();
-    if (!(args.m[i].format == V::format()) || n == 0) continue;
-    list.push_back({V(args.m[i]), V(args.v[i]), p.data, args.master.empty() ? nullptr : args.master[i].data, g.data, n,
-                    blocks, p.format.dtype == DType::bf16, g.format.dtype == DType::bf16});
-    blocks += (n + kElements - 1) / kElements;
-  }
-  if (list.empty()) return;
-  const AdamW rule(args);
-  const int64_t bytes = static_cast<int64_t>(list.size() * sizeof(Item<V>));
-  const Scratch table(bytes);
-  copy_in(table.as<uint8_t>(), list.data(), bytes);
-  const auto kernel = [] {
-    if constexpr (kExpands)
-      return adamw_kernel_expanded;
-    else
-      return adamw_kernel<V>;
-  }();
-  launch("adamw", kernel, static_cast<unsigned>(blocks), kWarps * 32, 0, table.as<Item<V>>(),
-         static_cast<int>(list.size()), rule, args.clip ? args.clip.as<float>() : nullptr, args.p[0].status);
-}
-
 }  // namespace
 
-void adamw(const adamw_args& args) {
-  check_flat("m", args.m);
-  check_flat("v", args.v);
-  update<F32>(args);
-  update<BF16>(args);
-  update<E4M3G128>(args);
-  update<E4M3X128>(args);
-}
+void adamw_expanded(const adamw_args& args) { List<E4M3X128>(args, kLongChunk).run(adamw_kernel_expanded, args); }
 
 }  // namespace coat::cuda
