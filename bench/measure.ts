@@ -17,6 +17,8 @@ export interface OpCase {
   formats: Readonly<Record<string, AnyFormat>>
   /** Number arguments that are no sizes. */
   numbers?: Readonly<Record<string, number>>
+  /** Words; those that are not named are the first of their list. */
+  words?: Readonly<Record<string, string>>
   /** Floating-point operations; without it the case is measured in bytes. */
   flops?: (sizes: Sizes) => number
   /** Element i of `result`, in float64 from the inputs. */
@@ -272,7 +274,7 @@ async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, che
 
 /** What an op's function takes for one argument of the table: a handle or a list, null, a format, a number. */
 function argumentOf(
-  { mode, name, dims, formats }: OpArgument,
+  { mode, name, dims, formats, words }: OpArgument,
   one: OpCase,
   device: Device,
   inputs: Map<string, Tensor[]>,
@@ -280,6 +282,7 @@ function argumentOf(
 ): unknown[] {
   const format = one.formats[name]
   if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.numbers?.[name] ?? one.sizes[name]]
+  if (mode === 'word') return [one.words?.[name] ?? words[0]]
   if (mode === 'out' && formats.length === 1) return [] // known, so not asked for
   if (mode === 'out' || mode === 'opt_out') return [format ?? null]
   if (!format) return [null]

@@ -56,7 +56,7 @@ export async function optimizerBench({ device, steps }: OptimizerBenchOptions): 
   const data = new TextDataset(corpus(), { sequence: 256, seed: 1 })
   using trainer = new Trainer(model, { data, batch: 8, steps, optimizer: adamw({ lr: 2e-3 }), clip: 1 })
   for await (const _ of trainer.run());
-  const moments = trainer.optimizer.params.map((param) => trainer.optimizer.stateOf(param))
+  const moments = trainer.optimizer.params.map((param) => trainer.optimizer.stateOf(param) as { m: Tensor; v: Tensor })
   return { ...(await stateErrors(moments)), steps }
 }
 

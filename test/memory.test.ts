@@ -106,6 +106,7 @@ describe('handles', () => {
     native.adamw(
       [y],
       null,
+      null,
       [x],
       [tensor('f32', [4], [0, 0, 0, 0])],
       [tensor('f32', [4], [0, 0, 0, 0])],
@@ -119,6 +120,9 @@ describe('handles', () => {
       0,
       1,
       1,
+      0,
+      'nearest',
+      0,
     )
     expect([native.version(y), native.version(x)]).toEqual([version + 3, before])
   })

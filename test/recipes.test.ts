@@ -27,8 +27,10 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
-  [{ ...recipes.coat, v: 'f32' }, /m and v must have one format/],
+  [{ ...recipes.coat, v: 'f32' }, /m and v must be a pair of formats that adamw has; received/],
   [{ ...recipes.fp32, master: 'f32' }, /param 'f32' takes no master/],
+  [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
+  [{ ...recipes.bf16, rounding: 'kahan' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
 ])('refuses %j', (which, text) => {
   const attempt = () => recipe(which as Recipe)
   expect(attempt).toThrow(CoatError)

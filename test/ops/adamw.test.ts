@@ -2,7 +2,7 @@
 import { describe, expect, it } from 'vitest'
 import type { AnyFormat, Handle } from '../../lib/native.gen.ts'
 import { native } from '../../lib/native.ts'
-import { bytesOf, checkOp, read, tensor } from '../harness.ts'
+import { bytesOf, checkOp, entryOf, read, tensor } from '../harness.ts'
 import { Random, vector } from '../values.ts'
 
 interface Rule {
@@ -14,6 +14,16 @@ interface Rule {
 }
 const usual: Rule = { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, decay: 0 }
 
+/** What one native call takes besides p, g, m, v and its numbers. */
+interface Extra {
+  clip?: Handle | undefined
+  master?: Handle[]
+  lost?: Handle[]
+  rounding?: 'nearest' | 'stochastic' | 'kahan'
+  seed?: number
+  floor?: boolean
+}
+
 /** One native call at step t on lists. */
 function step(
   t: number,
@@ -22,32 +32,31 @@ function step(
   m: Handle[],
   v: Handle[],
   rule: Rule,
-  clip?: Handle,
-  master?: Handle[],
+  { clip, master, lost, rounding = 'nearest', seed = 0, floor = false }: Extra = {},
 ): void {
   const { lr, beta1, beta2, eps, decay } = rule
-  const [correct1, correct2] = [1 - beta1 ** t, Math.sqrt(1 - beta2 ** t)]
-  native.adamw(
-    p,
-    master ?? null,
-    g,
-    m,
-    v,
-    clip ?? null,
-    lr,
-    beta1,
-    1 - beta1,
-    beta2,
-    1 - beta2,
-    eps,
-    decay,
-    correct1,
-    correct2,
-  )
+  const numbers = [lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay] as const
+  const corrections = [1 - beta1 ** t, Math.sqrt(1 - beta2 ** t)] as const
+  const rest = [clip ?? null, ...numbers, ...corrections, Number(floor), rounding, seed] as const
+  native.adamw(p, master ?? null, lost ?? null, g, m, v, ...rest)
 }
 
-const states = ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128'] as const
+const pairs = entryOf('adamw').only.find(({ names }) => names.includes('m'))?.combinations as [AnyFormat, AnyFormat][]
+const states = pairs.filter(([m, v]) => m === v).map(([m]) => m)
 const zeros = (format: AnyFormat, n: number) => tensor(format, [1, n], new Float64Array(n))
+
+type Lists = Record<string, ReturnType<typeof vector>[]>
+/** The reference's lists with those of the master, and of what is lost: any half step of bf16, which ties decide. */
+function withCopies(lists: Lists, master: unknown, lost: unknown): Lists {
+  const { p = [], '|p|': size = [] } = lists
+  const none = p.map(({ data }) => vector(data.length, () => 0))
+  const step = p.map((x) => vector(x.data.length, (i) => (Math.abs(x(i)) * 2 ** -7) / 3e-5))
+  return {
+    ...lists,
+    ...(master ? { master: p, '|master|': size } : {}),
+    ...(lost ? { lost: none, '|lost|': step } : {}),
+  }
+}
 
 describe('adamw', () => {
   checkOp('adamw', {
@@ -63,15 +72,20 @@ describe('adamw', () => {
       weight_decay: 0.1,
       correct1: 0.271,
       correct2: 0.17,
+      v_floor: 0,
+      seed: 0,
     },
+    words: ({ lost }) => ({ rounding: lost ? 'kahan' : 'nearest' }),
     data: {
       v: (random) => random.typical() ** 2,
+      lost: (random) => random.normal() * 2 ** -10,
       clip: (_random, _sizes, i) => (i === 0 ? 0.375 : 0),
     },
     slack: 3e-5, // the polynomials of e4m3/x128
     reference: ({
       p,
       master,
+      lost,
       g,
       m,
       v,
@@ -88,8 +102,9 @@ describe('adamw', () => {
     }) => {
       const lists: Record<string, ReturnType<typeof vector>[]> = { p: [], m: [], v: [], '|p|': [], '|m|': [] }
       const factor = clip?.(0) ?? 1
-      ;(master ?? p).forEach((old, t) => {
-        const n = old.data.length
+      ;(master ?? p).forEach((stored, t) => {
+        const n = stored.data.length
+        const old = vector(n, (i) => stored(i) + (lost?.[t]?.(i) ?? 0))
         const [gt, mt, vt] = [g[t], m[t], v[t]] as [typeof old, typeof old, typeof old]
         const next = vector(n, (i) => mt(i) * beta1 + gain1 * factor * gt(i))
         const size = vector(n, (i) => Math.abs(mt(i) * beta1) + Math.abs(gain1 * factor * gt(i)))
@@ -101,7 +116,7 @@ describe('adamw', () => {
         lists.p?.push(vector(n, (i) => old(i) - lr * (old(i) * weight_decay + next(i) / under(i))))
         lists['|p|']?.push(vector(n, (i) => Math.abs(old(i)) / 100 + (lr * size(i)) / under(i)))
       })
-      return master ? { ...lists, master: lists.p as [], '|master|': lists['|p|'] as [] } : lists
+      return withCopies(lists, master, lost)
     },
   })
 
@@ -243,7 +258,7 @@ describe('adamw', () => {
           [1, 200],
           Array.from({ length: 200 }, () => (clip[0] ? random.normal() : Number.NaN)),
         )
-        step(3, [param], [g], [m], [v], usual, tensor('f32', [2], clip), [master])
+        step(3, [param], [g], [m], [v], usual, { clip: tensor('f32', [2], clip), master: [master] })
         expect(await Promise.all(all.map(bytesOf))).toEqual(before)
       }
   })
@@ -253,7 +268,7 @@ describe('adamw', () => {
     const values = Array.from({ length: 300 }, () => random.normal())
     const run = async (g: Handle, clip?: Handle) => {
       const all = [zeros('f32', 300), zeros('e4m3/x128', 300), zeros('e4m3/x128', 300)] as const
-      step(1, [all[0]], [g], [all[1]], [all[2]], usual, clip)
+      step(1, [all[0]], [g], [all[1]], [all[2]], usual, { clip })
       return await Promise.all(all.map(bytesOf))
     }
     const halved = await run(
@@ -272,9 +287,9 @@ describe('adamw', () => {
       const lists = shapes.map((shape, i) => {
         const n = shape.reduce((a, b) => a * b)
         const values = (seed: number) => vector(n, (j) => Math.sin(seed + 0.37 * j + i)).data
-        const format = states[i % 4] as AnyFormat
+        const [first, second] = pairs[(i * 7) % pairs.length] as [AnyFormat, AnyFormat]
         const p = tensor(i % 2 ? 'bf16' : 'f32', shape, values(1))
-        return { p, g: tensor(i % 3 ? 'bf16' : 'f32', shape, values(2)), m: zeros(format, n), v: zeros(format, n) }
+        return { p, g: tensor(i % 3 ? 'bf16' : 'f32', shape, values(2)), m: zeros(first, n), v: zeros(second, n) }
       })
       for (let t = 1; t <= 3; t++)
         for (const part of together ? [lists] : lists.map((list) => [list])) {
@@ -291,7 +306,7 @@ describe('adamw', () => {
     const g = tensor('bf16', [1, 1], [1])
     const moments = Array.from({ length: 4 }, () => zeros('e4m3/x128', 1))
     for (let t = 1; t <= 20; t++) {
-      step(t, [p], [g], [moments[0] as Handle], [moments[1] as Handle], usual, undefined, [master])
+      step(t, [p], [g], [moments[0] as Handle], [moments[1] as Handle], usual, { master: [master] })
       step(t, [alone], [g], [moments[2] as Handle], [moments[3] as Handle], usual)
     }
     expect((await read(master))[0]).toBeCloseTo(0.98, 3)
