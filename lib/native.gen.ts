@@ -4,11 +4,13 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
 
 export interface NativeOps {
-  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128'): Handle
+  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
+  /** y = x in the format of y as convert makes it, but no positive value becomes the code of 0: the smallest positive code instead. For second moments, which are divided by. x […], scale [1], y […]. */
+  convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert. x [M, N], scale [1], y [N, M]. */
   convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t'): Handle
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
