@@ -29,6 +29,12 @@ const convert = (x: AnyFormat, y: AnyFormat): OpCase => ({
   expect: { result: 'y', value: (i, values) => at(values, 'x', i) },
 })
 
+const convertFloored = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'convert_floored',
+  sizes: rows,
+  formats: { x, y },
+})
+
 const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
   op: 'convert_transposed',
   sizes: rows,
@@ -117,6 +123,11 @@ export const opCases: readonly OpCase[] = [
   convert('e4m3/g16', 'bf16'),
   convert('f32', 'bf16'),
   convert('f32', 'e4m3/x128'),
+  convert('f32', 'd8/g256'),
+  convert('d8/g256', 'f32'),
+  convert('f32', 'd4/g128'),
+  convert('f32', 'bf16x2'),
+  convertFloored('f32', 'u8/g256'),
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),

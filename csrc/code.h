@@ -221,7 +221,6 @@ struct DynamicMap {
     const float size = Signed ? abs_(x) : x, y = size > 1.f ? 1.f : size;
     float slope = 0.f;
     int P = first;
-#pragma GCC unroll 8
     for (int d = 0; d < decades; ++d) {
       slope = y > of.middle[d] ? of.slope[d] : slope;
       P = y > of.middle[d] ? first << d : P;
@@ -238,7 +237,6 @@ struct DynamicMap {
     const int above = code - zero, n = (above < 0 ? -above : above) + first - 1;
     float divisor = of.divisor[0];
     int P = first;
-#pragma GCC unroll 8
     for (int d = 1; d < decades; ++d) {
       divisor = n >= first << d ? of.divisor[d] : divisor;
       P = n >= first << d ? first << d : P;

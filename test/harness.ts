@@ -3,7 +3,7 @@
 import { afterEach, expect, it } from 'vitest'
 import type { AnyFormat, Handle } from '../lib/native.gen.ts'
 import { CoatError, type DeviceKind, native, type OpArgument, type OpEntry } from '../lib/native.ts'
-import { decode, interval, type Kind, kinds, plain, type Stored } from './decode.ts'
+import { decode, fullOf, interval, type Kind, plain, type Stored, valueOfCode } from './decode.ts'
 import {
   type Given,
   type Letter,
@@ -358,7 +358,7 @@ function verify(
   const measured = blocks.length > 0 && !(given && format.endsWith('/t'))
   if (blocks.length > 0 && !measured && blocks[0]?.scale !== given)
     throw new Error(`${where} has scale ${blocks[0]?.scale}, not ${given}`)
-  const top = new Uint8Array(blocks.length)
+  const top = new Float64Array(blocks.length)
   values.forEach((value, i) => {
     const x = wanted(i)
     const b = blockOf(i)
@@ -366,11 +366,11 @@ function verify(
     const [low, high] = interval(kind, blocks[b] ?? plain, x, slack, !measured)
     if (!(value >= low && value <= high) && !(Number.isNaN(x) && Number.isNaN(value)))
       throw new Error(`${where}: element ${i} is ${value}, the reference ${x} (from ${low} to ${high} is right)`)
-    top[b] = Math.max(top[b] ?? 0, (codes[i] as number) & 0x7f)
+    if (measured) top[b] = Math.max(top[b] as number, Math.abs(valueOfCode(kind as 'e4m3', codes[i] as number)))
   })
   if (measured)
     top.forEach((code, b) => {
-      if (code !== 0 && code !== kinds[kind].top) throw new Error(`${where}: the largest code of block ${b} is ${code}`)
+      if (code !== 0 && code < fullOf(kind)) throw new Error(`${where}: the largest code of block ${b} is ${code}`)
     })
 }
 

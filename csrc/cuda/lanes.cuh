@@ -54,7 +54,7 @@ struct Lane {
   }
   template <class View>
   __device__ void decode(const View& view, typename View::Open open, float (&x)[E]) {
-    if constexpr (kScaling<View> == Scaling::expand) {
+    if constexpr (kScaling<View> == Scaling::expand || kScaling<View> == Scaling::flat) {
       View held = view;
       held.codes = code;
 #pragma unroll
@@ -74,7 +74,7 @@ struct Lane {
   }
   template <class View>
   __device__ void encode(const View& view, typename View::Sealed sealed, const float (&x)[E]) {
-    if constexpr (kScaling<View> == Scaling::expand) {
+    if constexpr (kScaling<View> == Scaling::expand || kScaling<View> == Scaling::flat) {
       View held = view;
       held.codes = code;
 #pragma unroll
@@ -83,7 +83,7 @@ struct Lane {
 #pragma unroll
       for (int k = 0; k < E; k += 2) {
         float a = x[k], b = x[k + 1];
-        if constexpr (kScaling<View> != Scaling::none) a = a * sealed.inverse, b = b * sealed.inverse;
+        if constexpr (kScaling<View> != Scaling::none) a = View::scaled(sealed, a), b = View::scaled(sealed, b);
         if constexpr (sizeof(Code) == 4)
           code[k].code = a, code[k + 1].code = b;
         else if constexpr (sizeof(Code) == 2)
