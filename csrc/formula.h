@@ -275,15 +275,4 @@ COAT_HD float round_kahan(float x, float& lost) {
   return kept;
 }
 
-// x > 0 as its format keeps it in a sealed block without losing it: at least the smallest code. A second moment that is
-// stored as 0 would leave a first moment to be divided by eps alone.
-template <class View>
-COAT_HD float raised(const View& view, typename View::Sealed sealed, float x) {
-  if constexpr (View::format().scaling == Scaling::run || View::format().scaling == Scaling::tensor) {
-    const float least = std::remove_reference_t<decltype(*view.codes)>::decode(1);
-    return x > 0.f && x * sealed.inverse < least ? least / sealed.inverse : x;
-  }
-  return x;
-}
-
 }  // namespace coat

@@ -10,7 +10,8 @@ namespace {
 
 constexpr int64_t kStretch = 1024;  // elements at a time: whole runs of every format
 
-using Stored = Views<F32, BF16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
+using Stored = Views<F32, BF16, BF16X2, F16T, E4M3T, E4M3G64, E4M3G128, E4M3G256, E4M3X64, E4M3X128, E4M3X256, E5M2G128,
+                     E5M2X128, D8G256, U8G256, D4G128, U4G128>;
 
 // A tensor of the list whose stretches are seen as f32; the runs of its format are flat. A format with one scale a
 // tensor is read with the scale that it had at first, and has a new one after measure() and seal().
@@ -26,7 +27,7 @@ struct Series {
 template <class V>
 class SeriesOf final : public Series {
  public:
-  SeriesOf(const V& view, bool floor) : view_(view), floor_(floor) {
+  explicit SeriesOf(const V& view) : view_(view) {
     if constexpr (kTensor) open_ = view_.open(0);
   }
   bool measures() const override { return kTensor; }
@@ -55,10 +56,7 @@ class SeriesOf final : public Series {
         for (int64_t i = from; i < to; ++i) range.add(x[i - begin]);
         sealed = view_.seal(b, range);
       }
-      if (floor_)
-        for (int64_t i = from; i < to; ++i) view_.store(i, sealed, raised(view_, sealed, x[i - begin]));
-      else
-        for (int64_t i = from; i < to; ++i) view_.store(i, sealed, x[i - begin]);
+      for (int64_t i = from; i < to; ++i) view_.store(i, sealed, x[i - begin]);
     });
   }
 
@@ -75,16 +73,23 @@ class SeriesOf final : public Series {
     }
   }
   const V view_;
-  const bool floor_;
   typename V::Open open_{};
   typename V::Sealed sealed_{};
   std::atomic<uint32_t> max_{0}, infs_{0};
 };
 
+template <class... V>
+bool holds(const Tensor& t, Views<V...>) {
+  return ((t.format == V::format()) || ...);
+}
+
+// With `floor`, a format that could store what is positive as 0 does not.
 std::unique_ptr<Series> series_of(const char* argument, const Tensor& t, bool floor = false) {
   std::unique_ptr<Series> series;
-  with(argument, t, Stored{},
-       [&](const auto view) { series = std::make_unique<SeriesOf<std::remove_const_t<decltype(view)>>>(view, floor); });
+  const auto make = [&](const auto& view) {
+    series = std::make_unique<SeriesOf<std::remove_cvref_t<decltype(view)>>>(view);
+  };
+  floor&& holds(t, FlooredViews{}) ? with(argument, t, FlooredViews{}, make) : with(argument, t, Stored{}, make);
   return series;
 }
 
@@ -176,10 +181,12 @@ void update_list(const Args& args, const std::vector<Tensor>& v, bool v_floor) {
   const float* clip = args.clip ? args.clip.template as<float>() : nullptr;
   if (clip && clip[1] != 0.f) return;
   const auto at = [](const std::vector<Tensor>& list, size_t i) { return list.empty() ? Tensor{} : list[i]; };
-  for (size_t i = 0; i < args.p.size(); ++i)
+  for (size_t i = 0; i < args.p.size(); ++i) {
+    if (args.p[i].shape.numel() == 0) continue;
     update(Rule(args), clip ? clip[0] : 1.f,
            {args.p[i], at(args.master, i), at(args.lost, i), args.g[i], args.m[i], at(v, i), v_floor,
             static_cast<int64_t>(i), args.rounding, args.seed});
+  }
 }
 
 }  // namespace

@@ -31,8 +31,6 @@ template <class V>
 constexpr bool kPaired = kScaling<V> == Scaling::remainder;
 template <class V>
 constexpr bool kOfTensor = kScaling<V> == Scaling::tensor;
-template <class V>
-constexpr bool kByPairs = kScaling<V> == Scaling::none || kScaling<V> == Scaling::run;  // two codes an instruction
 
 // Elements that a warp works on at a time: whole runs of both moments, and at least four bytes of codes a lane.
 template <class M, class V>
@@ -69,7 +67,7 @@ struct Codes {
     if constexpr (kPaired<V>) low.template fetch<Whole>(view.low, i, left);
   }
   __device__ void decode(const V& view, typename V::Open open, float (&x)[E]) {
-    if constexpr (kByPairs<V>) {
+    if constexpr (!kHalves<V> && !kPaired<V>) {
       lane.decode(view, open, x);
     } else {
       const V held = here(view);
@@ -79,7 +77,7 @@ struct Codes {
   }
   template <bool Whole, class As>
   __device__ void put(const As& view, typename V::Sealed sealed, int64_t i, int64_t left, const float (&x)[E]) {
-    if constexpr (kByPairs<V> && std::is_same_v<As, V>) {
+    if constexpr (!kHalves<V> && !kPaired<V>) {
       lane.encode(view, sealed, x);
     } else {
       const As held = here(view);
