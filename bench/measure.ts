@@ -44,8 +44,19 @@ const fills: Readonly<Record<string, (u: number, sizes: Sizes) => number>> = {
   scale: () => 1 / 128, // for numbers up to 3.5 in e4m3
 }
 
-/** Half a unit in the last place, as a part of the value, with some room for sums. */
-const tolerances: Readonly<Record<string, number>> = { f32: 1e-4, bf16: 2 ** -7, e4m3: 2 ** -3.5, e5m2: 2 ** -2.5 }
+/** Half a unit in the last place, or half the widest gap of a map, as a part of the value, with some room for sums. */
+const tolerances: Readonly<Record<string, number>> = {
+  f32: 1e-4,
+  bf16: 2 ** -7,
+  bf16x2: 1e-4,
+  f16: 2 ** -10,
+  e4m3: 2 ** -3.5,
+  e5m2: 2 ** -2.5,
+  d8: 2 ** -4,
+  u8: 2 ** -4,
+  d4: 2 ** -0.5,
+  u4: 2 ** -0.5,
+}
 
 export interface OpBenchOptions {
   device: Device
