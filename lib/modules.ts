@@ -14,6 +14,12 @@ import {
   Tensor,
 } from './tensor.ts'
 
+// The formats and the pairs of formats that AdamW has for its moments.
+const adamw = native.table().find(({ name }) => name === 'adamw')
+function momentFormats(moment: 'm' | 'v'): readonly Format[] {
+  return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
+}
+
 const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   x: ['f32', 'bf16', 'e4m3/t'],
   w: ['f32', 'bf16', 'e4m3/t'],
@@ -25,8 +31,8 @@ const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   master: ['f32', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
   dw: ['f32', 'bf16'],
-  m: ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128', 'e5m2/g128', 'e5m2/x128'],
-  v: ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128', 'e5m2/g128', 'e5m2/x128'],
+  m: momentFormats('m') as Recipe['m'][],
+  v: momentFormats('v') as Recipe['v'][],
 }
 
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
@@ -44,12 +50,9 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
     text: 'm and v must be a pair of formats that adamw has',
     holds: ({ m, v }) =>
-      native
-        .table()
-        .find(({ name }) => name === 'adamw')
-        ?.only.some(
-          ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
-        ) ?? false,
+      adamw?.only.some(
+        ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
+      ) ?? false,
   },
   { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
   {

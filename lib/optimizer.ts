@@ -48,7 +48,10 @@ export interface AdamWOptions extends Shared<AdamWOverride> {
   eps?: number
   /** Store no positive v as 0 in formats without range expansion, which could (default yes). */
   vFloor?: boolean
-  /** Take formats of v that lose small values, after which one step can be many learning rates (default no). */
+  /**
+   * Take formats of v after which one step can be more than ten learning rates (default no): those without range expansion
+   * if there is no vFloor, or a second beta above 0.99, with which they round what is added to small values away.
+   */
   allowUnsafe?: boolean
 }
 
@@ -341,7 +344,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
       const all = { ...rules.sgd.defaults, ...rules.adamw.defaults, ...options, m: recipe.m, v: recipe.v, ...own }
       checkMoments(param, all, entry)
-      if (rule === 'adamw' && !(options as FullAdamWOptions).allowUnsafe) checkSafe(param, all.v)
+      if (rule === 'adamw' && !all.allowUnsafe) checkSafe(param, all)
       const { betas, eps, vFloor, momentum, dampening, nesterov } = all
       const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
@@ -522,12 +525,21 @@ function checkMoments({ name }: Param, { rule, m, v }: { rule: string; m: Format
   )
 }
 
-// Without range expansion one large value of a run makes the small ones 0, or, with vFloor, as large as the smallest code,
-// whose next value is too far for small additions to reach.
-function checkSafe({ name }: Param, v: Format): void {
-  if (!/^e\dm\d\/[gt]/.test(v)) return
+// Without range expansion one large value of a run makes the small ones 0, and the next step divides by eps. With vFloor they
+// are at least the smallest code, but as long as (1 - beta2) g² is less than half a code, rounding drops it: the step is
+// then up to sqrt(1 / (2 (1 - beta2))) learning rates, 7.1 for 0.99 and 22 for 0.999.
+function checkSafe(
+  { name }: Param,
+  { v, vFloor, betas: [, beta2] }: { v: Format } & Pick<Numbers, 'vFloor' | 'betas'>,
+): void {
+  if (!/^(e\dm\d|u8|f16)\/[gt]/.test(v) || (vFloor && beta2 <= 0.99)) return
+  const why = vFloor
+    ? `rounds what small second moments gain away with betas[1] ${beta2}`
+    : 'stores small second moments as 0'
+  const way = vFloor ? 'betas[1] of at most 0.99' : 'vFloor'
+  const expanded = /^e\dm\d/.test(v) ? `v ${v.replace(/\/.*/, '/x128')}, ` : ''
   throw new CoatError(
-    `adamw: v ${v}, of parameter '${name}', loses small second moments, and the next step divides by them; take v ${v.replace(/\/.*/, '/x128')}, or set allowUnsafe`,
+    `adamw: v ${v}, of parameter '${name}', ${why}, and the next steps divide by them; take ${expanded}${way}, or set allowUnsafe`,
     'value',
     'adamw',
     'v',

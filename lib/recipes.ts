@@ -1,5 +1,7 @@
 // Recipes: rows of data. A published system is one row; a test, a bench or a program may make its own.
 type Plain = 'f32' | 'bf16'
+/** Runs with a scale, and with range expansion. */
+type Runs = `e4m3/${'g' | 'x'}${64 | 128 | 256}` | `e5m2/${'g' | 'x'}128`
 
 /** How a model is trained, axis by axis. */
 export interface Recipe {
@@ -27,9 +29,9 @@ export interface Recipe {
   /** Weight gradient. */
   dw: Plain
   /** First moment of AdamW, the moment of Lion, the momentum of SGD. */
-  m: Plain | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128'
+  m: Plain | Runs | 'e4m3/t' | 'f16/t' | 'd8/g256' | 'd4/g128'
   /** Second moment of AdamW. */
-  v: Plain | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128'
+  v: Plain | Runs | 'f16/t' | 'bf16x2' | 'u8/g256' | 'u4/g128'
 }
 
 // biome-ignore format: rows that can be compared by eye

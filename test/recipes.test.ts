@@ -22,7 +22,7 @@ it.each<[unknown, RegExp]>([
   ['cote', /recipe: 'cote' is unknown; the recipes are fp32, bf16, coat/],
   ['toString', /'toString' is unknown/],
   [{ ...recipes.coat, mm: 'f32' }, /axis 'mm' is unknown; the axes are x, w, dy/],
-  [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/g128', 'e4m3\/x128'/],
+  [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/t', 'e4m3\/g64'/],
   [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
