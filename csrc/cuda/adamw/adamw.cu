@@ -1,5 +1,4 @@
 // adamw: who takes which members of a list, and the scales of tensors between two launches.
-#include "adamw.cuh"
 #include "generic.cuh"
 
 namespace coat::cuda {
@@ -33,7 +32,7 @@ void seal_scales(Scales* list, int count, const float* clip) {
 }  // namespace generic
 
 void adamw(const adamw_args& args) {
-  generic::Call call = generic::call_of(args, args.v, args.v_floor != 0);
+  generic::Call call = generic::call_of("adamw", args, args.v, args.v_floor != 0);
   for (size_t i = 0; i < args.p.size(); ++i) call.taken.push_back(is_expanded_case(args, i));
   const AdamW rule(args);
   generic::run_plain(rule, call);

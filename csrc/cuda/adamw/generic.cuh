@@ -1,16 +1,12 @@
 // One kernel for all rules and all formats of moments: decode, update, range, seal, store, run by run.
 #pragma once
 #include <algorithm>
-#include <vector>
 
-#include "../../contract.h"
-#include "../../formula.h"
-#include "../../ops.h"
+#include "adamw.cuh"
 #include "operand.cuh"
 
 namespace coat::cuda::generic {
 
-constexpr int kWarps = 4;  // small blocks, since registers limit how many fit
 constexpr int kUnitsOfBlock = 16;
 
 // ---- moments: their formats are compiled ----
@@ -66,13 +62,18 @@ struct Codes {
       lane.template fetch<Whole>(view.codes, i, left);
     if constexpr (kPaired<V>) low.template fetch<Whole>(view.low, i, left);
   }
-  __device__ void decode(const V& view, typename V::Open open, float (&x)[E]) {
+  template <bool Whole>
+  __device__ void decode(const V& view, typename V::Open open, int64_t left, float (&x)[E]) {
     if constexpr (!kHalves<V> && !kPaired<V>) {
       lane.decode(view, open, x);
     } else {
       const V held = here(view);
 #pragma unroll
       for (int k = 0; k < E; ++k) x[k] = held.load(k, open);
+    }
+    if constexpr (!Whole && kScaling<V> == Scaling::flat) {  // the first code of a map is not that of 0
+#pragma unroll
+      for (int k = 0; k < E; ++k) x[k] = k < left ? x[k] : 0.f;
     }
   }
   template <bool Whole, class As>
@@ -248,9 +249,11 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
       m_codes.template fetch<kWhole>(item.m, i, left);
       if constexpr (Rule::moments == 2) v_codes.template fetch<kWhole>(item.v, i, left);
       float p[E], g[E], m[E], v[E], kept[E], lost[E];
-      m_codes.decode(item.m, open_at<kWhole>(item.m, i, left, item.scales, Scales::kM, shared), m);
+      m_codes.template decode<kWhole>(item.m, open_at<kWhole>(item.m, i, left, item.scales, Scales::kM, shared), left,
+                                      m);
       if constexpr (Rule::moments == 2)
-        v_codes.decode(item.v, open_at<kWhole>(item.v, i, left, item.scales, Scales::kV, shared), v);
+        v_codes.template decode<kWhole>(item.v, open_at<kWhole>(item.v, i, left, item.scales, Scales::kV, shared), left,
+                                        v);
       p_part.decode(source.kind, p_scale, p);
       g_part.decode(item.g.kind, g_scale, g);
       if (item.lost.codes) {
@@ -292,18 +295,19 @@ void seal_scales(Scales* list, int count, const float* clip);
 
 // What an op has of all members of its list, whatever the rule; absent lists are empty.
 struct Call {
+  const char* op;
   const std::vector<Tensor>&p, &master, &lost, &g, &m, &v;
   Shared shared;
   std::vector<bool> taken;  // members that another kernel has; empty: none
 };
 template <class Args>
-Call call_of(const Args& args, const std::vector<Tensor>& v, bool v_floor) {
+Call call_of(const char* op, const Args& args, const std::vector<Tensor>& v, bool v_floor) {
   check_flat("m", args.m);
   check_flat("v", v);
   check_rounding(args.rounding, args.p, args.master, args.lost);
   const float* clip = args.clip ? args.clip.template as<float>() : nullptr;
   const Shared shared{clip, args.seed, args.rounding, v_floor, false};
-  return {args.p, args.master, args.lost, args.g, args.m, v, shared, {}};
+  return {op, args.p, args.master, args.lost, args.g, args.m, v, shared, {}};
 }
 
 // Pairs of formats that are worth a kernel of their own for parameters and gradients in f32 or bf16.
@@ -346,18 +350,21 @@ void run_pair(const Rule& rule, const Call& call) {
   const bool measured = std::any_of(scales.begin(), scales.end(), [](const Scales& of) {
     return of.scale[Scales::kP] || of.scale[Scales::kM] || of.scale[Scales::kV];
   });
-  const int64_t scale_bytes = measured ? static_cast<int64_t>(count * sizeof(Scales)) : 0;
-  const Scratch table(static_cast<int64_t>(count * sizeof(Item<M, V>))), device_scales(scale_bytes);
+  // the table, and the scales behind it
+  constexpr int64_t kItem = sizeof(Item<M, V>), kScales = sizeof(Scales);
+  static_assert(kItem % alignof(Scales) == 0);
+  const Scratch table(count * (kItem + (measured ? kScales : 0)));
+  Scales* const of_device = reinterpret_cast<Scales*>(table.template as<uint8_t>() + count * kItem);
   if (measured) {
-    copy_in(device_scales.as<uint8_t>(), scales.data(), scale_bytes);
-    for (int i = 0; i < count; ++i) items[i].scales = device_scales.as<Scales>() + i;
+    copy_in(reinterpret_cast<uint8_t*>(of_device), scales.data(), count * kScales);
+    for (int i = 0; i < count; ++i) items[i].scales = of_device + i;
   }
-  copy_in(table.as<uint8_t>(), items.data(), static_cast<int64_t>(count * sizeof(Item<M, V>)));
+  copy_in(table.template as<uint8_t>(), items.data(), count * kItem);
   const auto walk = [&](bool measure) {
     Shared shared = call.shared;
     shared.measure = measure;
     const auto start = [&](auto kernel) {
-      launch("adamw", kernel, static_cast<unsigned>(blocks), kWarps * 32, 0, table.template as<Item<M, V>>(), count,
+      launch(call.op, kernel, static_cast<unsigned>(blocks), kWarps * 32, 0, table.template as<Item<M, V>>(), count,
              rule, shared, call.p[0].status);
     };
     if constexpr (kHot<M, V>) {
@@ -368,7 +375,7 @@ void run_pair(const Rule& rule, const Call& call) {
   };
   if (measured) {
     walk(true);
-    seal_scales(device_scales.as<Scales>(), count, call.shared.clip);
+    seal_scales(of_device, count, call.shared.clip);
   }
   walk(false);
 }
@@ -376,10 +383,10 @@ void run_pair(const Rule& rule, const Call& call) {
 // The pairs of formats of a list, each with a kernel of its own.
 template <class M, class V>
 struct Pair {};
-template <class... Pairs>
-struct List {};
+template <class... P>
+struct Pairs {};
 template <class Rule, class... M, class... V>
-void run_list(const Rule& rule, const Call& call, List<Pair<M, V>...>) {
+void run_pairs(const Rule& rule, const Call& call, Pairs<Pair<M, V>...>) {
   (run_pair<Rule, M, V>(rule, call), ...);
 }
 
