@@ -233,6 +233,16 @@ struct DynamicMap {
     return static_cast<uint8_t>(y > of.middle[0] ? signed_code : zero);
   }
   static COAT_HD float decode(uint8_t code) {
+#ifdef __CUDA_ARCH__
+    return value_of(code);
+#else
+    static constexpr Values values{};
+    return values.of[code];
+#endif
+  }
+
+ private:
+  static COAT_HD constexpr float value_of(int code) {
     constexpr Decades of{};
     const int above = code - zero, n = (above < 0 ? -above : above) + first - 1;
     float divisor = of.divisor[0];
@@ -244,6 +254,12 @@ struct DynamicMap {
     const float size = code == one ? 1.f : (above == 0 ? 0.f : level(n, P, divisor));
     return above < 0 ? -size : size;
   }
+  struct Values {
+    float of[1 << Bits] = {};
+    constexpr Values() {
+      for (int code = 0; code < 1 << Bits; ++code) of[code] = value_of(code);
+    }
+  };
 };
 using D8 = DynamicMap<8, true>;
 using U8 = DynamicMap<8, false>;

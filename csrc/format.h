@@ -46,6 +46,14 @@ struct RangeWithMin : Range {
   }
 };
 
+// The same for maps, which hold no NaN: infs counts those as well.
+struct RangeWithNaN : Range {
+  COAT_HD void add(float x) {
+    Range::add(x);
+    infs += (bits_of(x) & 0x7fffffffu) > 0x7f800000u ? 1u : 0u;
+  }
+};
+
 COAT_HD void count_infs(Status* status, uint32_t infs) {
   if (infs == 0) return;
 #ifdef __CUDA_ARCH__
@@ -231,7 +239,7 @@ struct Mapped {
     const int byte = codes[i >> 1].code;
     return Code::decode(static_cast<uint8_t>((i & 1) != 0 ? byte >> 4 : byte & 15)) * o.scale;
   }
-  COAT_HD Sealed seal(int64_t b, const Range& range) const {
+  COAT_HD Sealed seal(int64_t b, const RangeWithNaN& range) const {
     count_infs(status, range.infs);
     const float s = scale_for<Code>(range);
     scale[b] = !Code::has_zero && range.max == 0 ? 0.f : s;
@@ -240,7 +248,6 @@ struct Mapped {
   static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
   COAT_HD void put(int64_t i, float y) const {
     const uint8_t code = Code::encode(y);
-    count_infs(status, y == y ? 0 : 1);  // maps hold no NaN
     if constexpr (Code::bits == 8)
       codes[i].code = code;
     else if ((i & 1) == 0)
@@ -280,6 +287,11 @@ struct Floored : V {
   }
   COAT_HD void store(int64_t i, typename V::Sealed s, float x) const { V::put(i, scaled(s, x)); }
 };
+
+// What seal takes.
+template <class V>
+using RangeOf = std::conditional_t<V::format().scaling == Scaling::expand, RangeWithMin,
+                                   std::conditional_t<V::format().scaling == Scaling::flat, RangeWithNaN, Range>>;
 
 // Whether storing turns infinities into the largest code.
 template <class V>

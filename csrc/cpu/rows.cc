@@ -74,7 +74,7 @@ void Writer::write(int64_t begin, int64_t end, const float* x) const {
       const int64_t count = to - from;
       typename V::Sealed sealed{};
       if constexpr (V::run != 0) {
-        std::conditional_t<kScaling == Scaling::expand, RangeWithMin, Range> range;
+        RangeOf<V> range;
         for (int64_t i = 0; i < count; ++i) range.add(source[i]);
         sealed = view.seal(b, range);
       } else if constexpr (kSaturates<V>) {

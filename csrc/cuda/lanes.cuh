@@ -7,8 +7,6 @@ namespace coat::cuda {
 
 template <class View>
 constexpr Scaling kScaling = View::format().scaling;
-template <class View>
-using RangeOf = std::conditional_t<kScaling<View> == Scaling::expand, RangeWithMin, Range>;
 
 constexpr int kThreads = 256;
 
@@ -186,8 +184,9 @@ __device__ inline void add_all(Range& range, const float (&x)[E]) {
     for (int k = 0; k < E; ++k) range.add(x[k]);
   }
 }
-template <int E>
-__device__ inline void add_all(RangeWithMin& range, const float (&x)[E]) {
+template <class R, int E>
+  requires(!std::is_same_v<R, Range>)
+__device__ inline void add_all(R& range, const float (&x)[E]) {
 #pragma unroll
   for (int k = 0; k < E; ++k) range.add(x[k]);
 }
