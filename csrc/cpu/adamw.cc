@@ -52,7 +52,7 @@ class SeriesOf final : public Series {
     each_run(begin, count, [&](int64_t b, int64_t from, int64_t to) {
       auto sealed = sealed_;
       if constexpr (V::run != 0) {
-        std::conditional_t<V::format().scaling == Scaling::expand, RangeWithMin, Range> range;
+        RangeOf<V> range;
         for (int64_t i = from; i < to; ++i) range.add(x[i - begin]);
         sealed = view_.seal(b, range);
       }
