@@ -32,9 +32,11 @@ class SeriesOf final : public Series {
   }
   bool measures() const override { return kTensor; }
   void load(int64_t begin, int64_t count, float* x) const override {
+    const V view = view_;  // a local one, which codes cannot alias
     each_run(begin, count, [&](int64_t b, int64_t from, int64_t to) {
-      const auto open = kTensor ? open_ : view_.open(b);
-      for (int64_t i = from; i < to; ++i) x[i - begin] = view_.load(i, open);
+      const auto open = kTensor ? open_ : view.open(b);
+      float* __restrict target = x + (from - begin);
+      for (int64_t i = 0; i < to - from; ++i) target[i] = view.load(from + i, open);
     });
   }
   void measure(int64_t count, const float* x) override {
@@ -49,14 +51,16 @@ class SeriesOf final : public Series {
     if constexpr (kTensor) sealed_ = view_.seal(0, Range{max_.load(), infs_.load()});
   }
   void store(int64_t begin, int64_t count, const float* x) const override {
+    const V view = view_;
     each_run(begin, count, [&](int64_t b, int64_t from, int64_t to) {
+      const float* __restrict source = x + (from - begin);
       auto sealed = sealed_;
       if constexpr (V::run != 0) {
         RangeOf<V> range;
-        for (int64_t i = from; i < to; ++i) range.add(x[i - begin]);
-        sealed = view_.seal(b, range);
+        for (int64_t i = 0; i < to - from; ++i) range.add(source[i]);
+        sealed = view.seal(b, range);
       }
-      for (int64_t i = from; i < to; ++i) view_.store(i, sealed, x[i - begin]);
+      for (int64_t i = 0; i < to - from; ++i) view.store(from + i, sealed, source[i]);
     });
   }
 
@@ -89,7 +93,10 @@ std::unique_ptr<Series> series_of(const char* argument, const Tensor& t, bool fl
   const auto make = [&](const auto& view) {
     series = std::make_unique<SeriesOf<std::remove_cvref_t<decltype(view)>>>(view);
   };
-  floor&& holds(t, FlooredViews{}) ? with(argument, t, FlooredViews{}, make) : with(argument, t, Stored{}, make);
+  if (floor && holds(t, FlooredViews{}))
+    with(argument, t, FlooredViews{}, make);
+  else
+    with(argument, t, Stored{}, make);
   return series;
 }
 
