@@ -8,7 +8,7 @@
 namespace coat::cpu {
 namespace {
 
-constexpr int64_t kStretch = 1024;  // elements at a time: whole runs of every format
+constexpr int64_t kStretch = 256;  // elements at a time: whole runs of every format
 
 using Stored = Views<F32, BF16, BF16X2, F16T, E4M3T, E4M3G64, E4M3G128, E4M3G256, E4M3X64, E4M3X128, E4M3X256, E5M2G128,
                      E5M2X128, D8G256, U8G256, D4G128, U4G128>;
