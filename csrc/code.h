@@ -172,10 +172,10 @@ struct Float32 {
 
 // ---- maps: levels of [-1, 1] or [0, 1], numbered in ascending order. They hold no NaN: it becomes the level of 0 ----
 
-// The dynamic map of block-wise 8- and 4-bit optimizers (lowprec.md 4): Bits - 1 decades below 1, each with twice the
-// levels of the one under it, at the middles of equal parts of [1/10, 1] of its power of ten; their negatives where
-// Signed; 0 and 1. Level n, of a decade with P = 2^floor(log2 n) levels, is that of no table but of a formula,
-// (18 n + 9 - 16 P) / (20 P) of the power of ten: integers below 2^24 times a power of two, one division, one rounding.
+// The dynamic map of block-wise 8- and 4-bit optimizers (bitsandbytes, torchao): Bits - 1 decades below 1, each with
+// twice the levels of the one under it, at the middles of equal parts of its [1/10, 1]; their negatives where Signed; 0
+// and 1, but not -1. Level n, in a decade of P = 2^floor(log2 n) levels, is (18 n + 9 - 16 P) / (20 P) times the power
+// of ten: exact integers and one division, hence one rounding.
 template <int Bits, bool Signed>
 struct DynamicMap {
   uint8_t code;
@@ -196,12 +196,9 @@ struct DynamicMap {
   // What is above it is nearer to level n of this decade, or to 1 where n = last + 1, than to the level before that.
   static COAT_HD constexpr float middle(int decade) {
     const int n = first << decade;
-    const double below = decade == 0 ? 0.0 : static_cast<double>(level(n - 1, n / 2, divisor(decade - 1)));
-    const double above = decade == decades ? 1.0 : static_cast<double>(level(n, n, divisor(decade)));
-    const double exact = (below + above) / 2;
-    const float near = static_cast<float>(exact);
-    const uint32_t past = static_cast<double>(near) > exact ? 1 : 0;
-    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, near) - past);
+    const float below = decade == 0 ? 0.f : level(n - 1, n / 2, divisor(decade - 1));
+    const float above = decade == decades ? 1.f : level(n, n, divisor(decade));
+    return (below + above) / 2.f;
   }
   struct Decades {
     float divisor[decades] = {}, slope[decades] = {}, middle[decades + 1] = {};
