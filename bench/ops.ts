@@ -99,6 +99,7 @@ const swiglu = (x: AnyFormat, y: AnyFormat): OpCase => ({
 const adamw = (state: AnyFormat, formats: OpCase['formats'], rounding = 'nearest'): OpCase => ({
   op: 'adamw',
   sizes: { L: 4, ...rows },
+  large: { L: 1, N: 12928 }, // 202 Mi parameters: a layer's
   formats: { ...formats, m: state, v: state, clip: 'f32' },
   numbers: adamwNumbers,
   words: { rounding },
@@ -258,6 +259,7 @@ export const opCases: readonly OpCase[] = [
   adamw('f32', { p: 'bf16', master: 'f32', g: 'bf16' }),
   adamw('e4m3/g128', { p: 'f32', g: 'bf16' }),
   adamw('e4m3/x128', { p: 'f32', g: 'bf16' }),
+  adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }),
   adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }, 'stochastic'),
   adamw('e4m3/x128', { p: 'bf16', lost: 'bf16', g: 'bf16' }, 'kahan'),
   lion('f32', { p: 'f32', g: 'bf16' }),

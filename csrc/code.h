@@ -74,20 +74,37 @@ COAT_HD float exp2_(float x) {
          float_of(static_cast<uint32_t>(whole - half + 127) << 23);
 }
 
-// log2(x) for x > 0; -Inf at 0, NaN below. Exact at powers of two; relative error below 3e-7.
-COAT_HD float log2_(float x) {
-  const bool tiny = x < kMinNormal;
-  const uint32_t u = bits_of(tiny ? x * 16777216.f : x);
+// The same where neither the power nor a factor of it is subnormal or infinite.
+COAT_HD float exp2_normal(float x) {
+  const float shifted = x + kRoundToInteger;  // its bits shifted left by 23 are the exponent
+  return float_of(bits_of(exp2_fraction(x - (shifted - kRoundToInteger))) + (bits_of(shifted) << 23));
+}
+
+// What logarithms and ranges take from IEEE arithmetic. The device has a stand-in with the same bits where operands are
+// not far out, without the branches for those that are.
+struct Ieee {
+  static COAT_HD float quotient(float a, float b) { return a / b; }
+};
+
+// log2(x) - below for normal x > 0.
+template <class By>
+COAT_HD float log2_normal(float x, int below = 0) {
+  const uint32_t u = bits_of(x);
   // m in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2), keep the exponent that is left over
   const int e = static_cast<int>(u - 0x3f3504f3u) >> 23;
   const float m = float_of(u - (static_cast<uint32_t>(e) << 23));
-  const float t = (m - 1.f) / (m + 1.f), t2 = t * t;
+  const float t = By::quotient(m - 1.f, m + 1.f), t2 = t * t;
   float p = 2.88539008f / 9.f;
   p = fma_(p, t2, 2.88539008f / 7.f);
   p = fma_(p, t2, 2.88539008f / 5.f);
   p = fma_(p, t2, 2.88539008f / 3.f);
   p = fma_(p, t2, 2.88539008f);
-  const float y = fma_(t, p, static_cast<float>(tiny ? e - 24 : e));
+  return fma_(t, p, static_cast<float>(e - below));
+}
+// log2(x) for x > 0; -Inf at 0, NaN below. Exact at powers of two; relative error below 3e-7.
+COAT_HD float log2_(float x) {
+  const bool tiny = x < kMinNormal;
+  const float y = log2_normal<Ieee>(tiny ? x * 16777216.f : x, tiny ? 24 : 0);
   return x > 0.f ? (x < kInf ? y : kInf) : (x == 0.f ? -kInf : kNaN);
 }
 

@@ -185,6 +185,18 @@ struct Expanded {
     const float magnitude = exp2_(fma_(log2_(abs_(x)), o.inverse_k, o.shift)) * o.centre;
     return x == 0.f ? x : copysign_(magnitude, x);
   }
+  // k for the logarithm of R; that may round to 0 for neighbours, and the quotient is Inf or NaN.
+  template <class By>
+  static COAT_HD float power_for(float log2_r) {
+    const float q = By::quotient(16.f * log2_(Code::max() * Code::max() / 2.f), log2_r);
+    const int steps = static_cast<int>(q < 1024.f ? q : 1024.f);
+    return static_cast<float>(steps < 1 ? 1 : steps) / 16.f;
+  }
+  // The scale that maps the largest power to the largest code.
+  template <class By>
+  static COAT_HD float scale_for_top(float top) {
+    return By::quotient(top, Code::max());
+  }
   COAT_HD Sealed seal(int64_t b, const RangeWithMin& range) const {
     count_infs(status, range.infs);
     float s = 1.f / Code::max(), power = 1.f, middle = 1.f;
@@ -193,15 +205,10 @@ struct Expanded {
       if (range.max == range.min) {
         middle = mx;
       } else {
-        const float log2_r = log2_(mx) - log2_(mn);
-        const float target = 16.f * log2_(Code::max() * Code::max() / 2.f);
-        float q = target / log2_r;  // log2_r may round to 0 for neighbours: q is then Inf
-        q = q < 1024.f ? q : 1024.f;
-        const int steps = static_cast<int>(q);
-        power = static_cast<float>(steps < 1 ? 1 : steps) / 16.f;
+        const float log2_mx = log2_(mx);
+        power = power_for<Ieee>(log2_mx - log2_(mn));
         middle = sqrt_(mx) * sqrt_(mn);
-        const float top = exp2_((log2_(mx) - log2_(middle)) * power);
-        s = top / Code::max();
+        s = scale_for_top<Ieee>(exp2_((log2_mx - log2_(middle)) * power));
       }
     }
     scale[b] = s;

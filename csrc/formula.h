@@ -73,6 +73,8 @@ COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }
 struct Exact {
   static COAT_HD float exp(float x) { return exp_(x); }
   static COAT_HD float inverse(float x) { return 1.f / x; }
+  static COAT_HD float root(float x) { return sqrt_(x); }
+  static COAT_HD float quotient(float a, float b) { return a / b; }
 };
 
 // ---- softmax over the columns of a row, with few instructions an element ----
@@ -174,10 +176,11 @@ struct AdamW {
         weight_decay(args.weight_decay),
         root(args.correct1 / args.correct2),
         floor(args.eps * args.correct1) {}
+  template <class By = Exact>
   COAT_HD void update(float& p, float g, float& m, float& v) const {
     m = fma_(m, beta1, gain1 * g);
     v = fma_(v, beta2, (gain2 * g) * g);
-    p = p - lr * fma_(p, weight_decay, m / fma_(sqrt_(v), root, floor));
+    p = p - lr * fma_(p, weight_decay, By::quotient(m, fma_(By::root(v), root, floor)));
   }
 };
 

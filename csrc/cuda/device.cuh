@@ -155,6 +155,22 @@ __device__ inline uint32_t encode_pair(float a, float b) {
                                     std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2);
   }
 }
+// Four FP8 codes, the first in the lowest byte.
+template <class Code>
+__device__ inline uint32_t encode_four(float a, float b, float c, float d) {
+  uint32_t codes;
+  if constexpr (std::is_same_v<Code, E4M3>)
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+  else
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
 
 // Four words of four bytes as a matrix, transposed.
 __device__ inline void turn_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
