@@ -14,8 +14,8 @@ struct Near {
   static __device__ float inverse(float x) { return inverse_near(x); }
 };
 // Largest error of SwiGLU and its gradient by Near, relative to the sum of the magnitudes of its terms: more than twice
-// what is found over all arguments in the ranges that the kernels allow (2^-21.4; GELU has 2^-20.7, so twice this is
-// its). It holds where nothing on the way is subnormal.
+// what is found over all arguments in the ranges that the kernels allow (2^-21.4). It holds where nothing on the way is
+// subnormal.
 constexpr float kNearError = 0x1p-20f;
 
 // Element i of x, in run b.

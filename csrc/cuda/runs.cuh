@@ -161,7 +161,8 @@ class Output {
     for (int k = 0; k < kRun; ++k)
       if (k < count) y_.store(i + k, sealed, x[k]);
   }
-  // For values that come in units of the scale; not for formats with runs.
+  // For the codes that a kernel makes itself; not for formats with runs.
+  __device__ typename Y::Sealed sealed() const { return sealed_; }
   __device__ float inverse() const {
     if constexpr (kScaling == Scaling::tensor) return sealed_.inverse;
     return 1.f;

@@ -39,8 +39,10 @@ function backward({ dy, x, M, N }: Given) {
 }
 
 describe('gelu', () => {
-  checkOp('gelu_forward', { sizes, reference: forward })
-  checkOp('gelu_backward', { sizes, reference: backward })
+  // on the device powers of two come from the special function unit, for codes of 8 bits in half precision
+  const approximate = { bf16: 2 ** -12, e4m3: 2 ** -8, e5m2: 2 ** -12 }
+  checkOp('gelu_forward', { sizes, reference: forward, approximate })
+  checkOp('gelu_backward', { sizes, reference: backward, approximate })
   checkGradient('gelu', {
     numbers: { M: 3, N: 7 },
     inputs: { x: [3, 7] },
@@ -49,17 +51,21 @@ describe('gelu', () => {
     gradients: { dx: 'x' },
   })
 
-  // x beyond -12 among them, where the fast unit of the device does not hold
+  // x beyond -13 among them, where the powers are 0
   for (const std of [0.01, 1, 5])
-    checkSame(`gelu of a million elements, deviation ${std}`, (device) => {
-      const x = own(native.random_normal('f32', 600, 2048, 0, std, 1, device))
-      const dy = own(native.random_normal('bf16', 600, 2048, 0, 1e-3, 2, device))
-      const saved = own(native.convert(x, null, 'e4m3/g16'))
-      return [
-        ...(['bf16', 'e4m3/t'] as const).map((y) => native.gelu_forward(saved, null, y)),
-        ...(['bf16', 'e5m2/t'] as const).map((dx) => native.gelu_backward(dy, saved, dx)),
-      ]
-    })
+    checkSame(
+      `gelu of a million elements, deviation ${std}`,
+      (device) => {
+        const x = own(native.random_normal('f32', 600, 2048, 0, std, 1, device))
+        const dy = own(native.random_normal('bf16', 600, 2048, 0, 1e-3, 2, device))
+        const saved = own(native.convert(x, null, 'e4m3/g16'))
+        return [
+          ...(['bf16', 'e4m3/t'] as const).map((y) => native.gelu_forward(saved, null, y)),
+          ...(['bf16', 'e5m2/t'] as const).map((dx) => native.gelu_backward(dy, saved, dx)),
+        ]
+      },
+      approximate,
+    )
 
   it('gelu_forward has the known values', async () => {
     const y = await read(own(native.gelu_forward(tensor('f32', [1, 4], [1, -1, 3, -6]), null, 'f32')))
