@@ -7,9 +7,9 @@ namespace coat {
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 // Sums over rows (gradients of weights and biases) run in FP32 within strands of kStrandRows rows, a chunk of kSumRows
-// rows joins its strands in FP32, and the chunks are added in FP64, always in order. Part of the formula, because both
-// backends must give the same bits.
-constexpr int kStrandRows = 16, kStrands = 8;
+// rows joins its strands in FP32, the kGroup chunks of a group are added in FP64, and so are the groups, always in
+// order. Part of the formula, because both backends must give the same bits.
+constexpr int kStrandRows = 16, kStrands = 8, kGroup = 4;
 constexpr int64_t kSumRows = kStrandRows * kStrands;
 COAT_HD float join_strands(const float (&sum)[kStrands]) {
   float total = sum[0];

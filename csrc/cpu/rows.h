@@ -130,7 +130,12 @@ std::vector<float> sum_rows(int64_t rows, int64_t width, Body&& body) {
   });
   for (int64_t n = 0; n < width; ++n) {
     double sum = 0;
-    for (int64_t c = 0; c < chunks; ++c) sum += static_cast<double>(partial[c * width + n]);
+    for (int64_t first = 0; first < chunks; first += kGroup) {
+      double group = 0;
+      for (int64_t c = first; c < std::min(chunks, first + kGroup); ++c)
+        group += static_cast<double>(partial[c * width + n]);
+      sum += group;
+    }
     total[n] = static_cast<float>(sum);
   }
   return total;

@@ -76,85 +76,72 @@ void start_add(const char* name, const Tensor& a, const Tensor& b, const Tensor&
 }
 
 constexpr int kColumnThreads = kStrands * 32, kRowsAhead = 8;  // 8 rows of 16 bytes a thread in flight
+constexpr int kGroupsAhead = 16;                               // that the last block reads at once
 
-// One vector of columns a lane, one strand of a chunk of kSumRows rows a warp; the strands meet in shared memory.
-// `across` blocks a chunk. Reads x once; partial [chunks, N] in FP32.
-template <class X>
+// One vector of columns a lane, one strand of a chunk of kSumRows rows a warp, a group of chunks a block: the strands
+// meet in shared memory. The last block of a strip of columns to end adds the groups. Reads x once; partial [groups, N]
+// in FP64.
+template <class X, class Y>
 __global__ void __launch_bounds__(kColumnThreads, 4)
-    column_sum_kernel(X x, int64_t M, int64_t N, unsigned across, float* partial) {
+    column_sum_kernel(X x, Y y, int64_t M, int64_t N, unsigned strip, unsigned strips, unsigned groups, double* partial,
+                      uint32_t* counter) {
   constexpr int E = kLane<CodeOf<X>>, kColumns = 32 * E;
-  __shared__ float4 strands[kStrands][kColumns / 4];
-  let_next_begin();
-  const int lane = threadIdx.x % 32, strand = threadIdx.x / 32;
-  const int64_t chunk = int64_t{blockIdx.x / across}, begin = chunk * kSumRows, end = min(M, begin + kSumRows);
-  const int64_t n0 = int64_t{blockIdx.x % across} * kColumns, n = n0 + lane * E;
-  float sum[E] = {};
-  by_case(n0 + kColumns <= N && N % E == 0, [&](auto whole) {
-    const auto add_rows = [&](auto count, int64_t row) {
-      Lane<CodeOf<X>, E> from[count.value];
+  __shared__ float4 strands[2][kStrands][kColumns / 4];
+  const int lane = threadIdx.x % 32, strand = threadIdx.x / 32, column = threadIdx.x;
+  const unsigned group = blockIdx.x / strips, place = blockIdx.x % strips;
+  const int64_t n0 = int64_t{strip + place} * kColumns, n = n0 + lane * E;
+  const bool adds = column < kColumns && n0 + column < N;
+  double total = 0;
+#pragma unroll 1
+  for (int c = 0; c < kGroup; ++c) {
+    const int64_t chunk = int64_t{group} * kGroup + c, begin = chunk * kSumRows, end = min(M, begin + kSumRows);
+    if (begin >= M) break;
+    float sum[E] = {};
+    by_case(n0 + kColumns <= N && N % E == 0, [&](auto whole) {
+      const auto add_rows = [&](auto count, int64_t row) {
+        Lane<CodeOf<X>, E> from[count.value];
 #pragma unroll
-      for (int r = 0; r < count.value; ++r) from[r].template fetch<whole.value>(x.codes, (row + r) * N + n, N - n);
-      if constexpr (whole.value) __syncwarp();  // or the compiler saves registers by sinking loads to their use
+        for (int r = 0; r < count.value; ++r) from[r].template fetch<whole.value>(x.codes, (row + r) * N + n, N - n);
+        if constexpr (whole.value) __syncwarp();  // or the compiler saves registers by sinking loads to their use
 #pragma unroll
-      for (int r = 0; r < count.value; ++r) {
-        float value[E];
-        from[r].decode(x, {}, value);
+        for (int r = 0; r < count.value; ++r) {
+          float value[E];
+          from[r].decode(x, {}, value);
 #pragma unroll
-        for (int k = 0; k < E; ++k) sum[k] += value[k];
+          for (int k = 0; k < E; ++k) sum[k] += value[k];
+        }
+      };
+      int64_t row = begin + strand * kStrandRows;
+      const int64_t stop = min(end, row + kStrandRows);
+      if constexpr (whole.value) {
+#pragma unroll 1
+        for (; row + kRowsAhead <= stop; row += kRowsAhead) add_rows(std::integral_constant<int, kRowsAhead>{}, row);
       }
-    };
-    int64_t row = begin + strand * kStrandRows;
-    const int64_t stop = min(end, row + kStrandRows);
-    if constexpr (whole.value) {
 #pragma unroll 1
-      for (; row + kRowsAhead <= stop; row += kRowsAhead) add_rows(std::integral_constant<int, kRowsAhead>{}, row);
-    }
-#pragma unroll 1
-    for (; row < stop; ++row) add_rows(std::integral_constant<int, 1>{}, row);
-  });
+      for (; row < stop; ++row) add_rows(std::integral_constant<int, 1>{}, row);
+    });
 #pragma unroll
-  for (int k = 0; k < E; k += 4)
-    strands[strand][(lane * E + k) / 4] = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
-  __syncthreads();
-  const int column = threadIdx.x;
-  if (column >= kColumns || n0 + column >= N) return;
-  float all[kStrands];
+    for (int k = 0; k < E; k += 4)
+      strands[c % 2][strand][(lane * E + k) / 4] = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
+    __syncthreads();  // one a chunk: those of the next one lie elsewhere
+    if (!adds) continue;
+    float all[kStrands];
 #pragma unroll
-  for (int s = 0; s < kStrands; ++s) all[s] = reinterpret_cast<const float*>(strands[s])[column];
-  partial[chunk * N + n0 + column] = join_strands(all);
-}
-
-constexpr int kShelf = 128;  // chunks in shared memory at a time
-
-// 32 columns a block, whose threads fetch the chunks, all at once; one warp adds them in FP64, in order. Reads partial
-// once.
-template <class Y>
-__global__ void __launch_bounds__(kColumnThreads)
-    column_sum_kernel_chunks(const float* partial, int64_t chunks, int64_t N, Y y) {
-  __shared__ float shelf[kShelf][32];
-  constexpr int kWarps = kColumnThreads / 32;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t n = int64_t{blockIdx.x} * 32 + lane;
-  after_previous();
-  double sum = 0;
-  for (int64_t first = 0; first < chunks; first += kShelf) {
-    float held[kShelf / kWarps];
-#pragma unroll
-    for (int i = 0; i < kShelf / kWarps; ++i) {
-      const int64_t c = first + warp + i * kWarps;
-      held[i] = c < chunks && n < N ? partial[c * N + n] : 0.f;
-    }
-    if (first > 0) __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kShelf / kWarps; ++i) shelf[warp + i * kWarps][lane] = held[i];
-    __syncthreads();
-    if (warp == 0) {
-      const int count = static_cast<int>(min(int64_t{kShelf}, chunks - first));
-#pragma unroll 16
-      for (int c = 0; c < count; ++c) sum += static_cast<double>(shelf[c][lane]);
-    }
+    for (int s = 0; s < kStrands; ++s) all[s] = reinterpret_cast<const float*>(strands[c % 2][s])[column];
+    total += static_cast<double>(join_strands(all));
   }
-  if (warp == 0 && n < N) y.store(n, {}, static_cast<float>(sum));
+  if (adds) partial[group * N + n0 + column] = total;
+  if (!is_last(counter + place, groups) || !adds) return;
+  total = 0;
+  for (unsigned first = 0; first < groups; first += kGroupsAhead) {
+    double held[kGroupsAhead];
+#pragma unroll
+    for (int k = 0; k < kGroupsAhead; ++k)
+      held[k] = first + k < groups ? __ldcg(partial + (first + k) * N + n0 + column) : 0.0;
+#pragma unroll
+    for (int k = 0; k < kGroupsAhead; ++k) total += held[k];
+  }
+  y.store(n0 + column, {}, static_cast<float>(total));
 }
 
 }  // namespace
@@ -169,19 +156,21 @@ void add(const add_args& args) {
 void add_into(const add_into_args& args) { start_add<false>("add_into", args.y, args.x, args.y, args.y); }
 
 void column_sum(const column_sum_args& args) {
-  const int64_t M = args.x.shape.rows(), N = args.x.shape.cols(), chunks = (M + kSumRows - 1) / kSumRows;
+  const int64_t M = args.x.shape.rows(), N = args.x.shape.cols();
   if (N == 0) return;
-  const Scratch partial(chunks * N * static_cast<int64_t>(sizeof(float)));
+  const auto groups = static_cast<unsigned>(std::max<int64_t>((M + kSumRows * kGroup - 1) / (kSumRows * kGroup), 1));
+  const Scratch partial(groups * N * static_cast<int64_t>(sizeof(double)));
   with("x", args.x, Wide{}, [&](const auto x) {
-    using X = std::remove_const_t<decltype(x)>;
-    const int64_t columns = 32 * kLane<CodeOf<X>>, across = (N + columns - 1) / columns;
-    launch("column_sum", column_sum_kernel<X>, static_cast<unsigned>(chunks * across), kColumnThreads, 0, x, M, N,
-           static_cast<unsigned>(across), partial.as<float>());
-  });
-  with("y", args.y, Wide{}, [&](const auto y) {
-    using Y = std::remove_const_t<decltype(y)>;
-    launch_next("column_sum", column_sum_kernel_chunks<Y>, static_cast<unsigned>((N + 31) / 32), kColumnThreads,
-                partial.as<float>(), chunks, N, y);
+    with("y", args.y, Wide{}, [&](const auto y) {
+      using X = std::remove_const_t<decltype(x)>;
+      using Y = std::remove_const_t<decltype(y)>;
+      const int64_t columns = 32 * kLane<CodeOf<X>>, strips = (N + columns - 1) / columns;
+      for (int64_t strip = 0; strip < strips; strip += kCounters) {
+        const auto count = static_cast<unsigned>(std::min<int64_t>(strips - strip, kCounters));
+        launch("column_sum", column_sum_kernel<X, Y>, groups * count, kColumnThreads, 0, x, y, M, N,
+               static_cast<unsigned>(strip), count, groups, partial.as<double>(), counters());
+      }
+    });
   });
 }
 

@@ -18,6 +18,7 @@ struct Context {
   std::vector<std::string> ops;  // launched since the last wait, the oldest first
   std::string about;
   int multiprocessors = 0;
+  uint32_t* counters = nullptr;
 };
 thread_local Context context;
 
@@ -90,6 +91,8 @@ std::string open() {
   check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
   check(cudaHostAlloc(reinterpret_cast<void**>(&context.status), sizeof(Status), cudaHostAllocMapped), "cudaHostAlloc");
   new (context.status) Status;
+  check(cudaMalloc(&context.counters, kCounters * sizeof(uint32_t)), "cudaMalloc");
+  check(cudaMemset(context.counters, 0, kCounters * sizeof(uint32_t)), "cudaMemset");
   cudaStream_t made;
   check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
   context.stream = made;
@@ -108,6 +111,10 @@ cudaStream_t stream() {
 int multiprocessors() {
   open();
   return context.multiprocessors;
+}
+uint32_t* counters() {
+  open();
+  return context.counters;
 }
 Status* status() {
   open();
@@ -284,6 +291,7 @@ void close() {
   cudaStreamSynchronize(context.stream);
   cudaStreamDestroy(context.stream);
   cudaFreeHost(context.status);
+  cudaFree(context.counters);
   context = Context{};
 }
 

@@ -12,6 +12,9 @@ namespace coat::cuda {
 
 cudaStream_t stream();
 int multiprocessors();
+// kCounters zeros, which a kernel leaves as it found them.
+uint32_t* counters();
+constexpr int kCounters = 1024;
 void check(cudaError_t result, const char* what);
 
 // The one way to start a kernel.
@@ -96,6 +99,16 @@ __device__ inline uint32_t block_max(uint32_t x) {
   __syncthreads();
   x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0u;
   return warp_max(x);
+}
+
+// Whether this block is the last of `blocks` to come here: it sees what all of them wrote before, past the first cache.
+// *counter, one of counters(), is 0 again afterwards. All threads of the block must call it.
+__device__ inline bool is_last(uint32_t* counter, uint32_t blocks) {
+  __threadfence();
+  __syncthreads();
+  const bool last = __syncthreads_or(threadIdx.x == 0 && atomicInc(counter, blocks - 1) == blocks - 1);
+  if (last) __threadfence();
+  return last;
 }
 
 // Reports a broken rule; the first report stays.

@@ -7,11 +7,11 @@
 namespace coat::cuda {
 namespace {
 
-constexpr int64_t kChunk = 16384;      // elements, or a multiple of it where there are many chunks
-constexpr int64_t kManyChunks = 8192;  // one block adds them
-constexpr int kAhead = 8;              // vectors of 16 bytes of a thread in flight
-constexpr int kMembers = 100;          // gradients that a launch takes
-constexpr int kWarps = 32, kSums = 8;  // of the block that adds the chunks: warps, and sums of a thread in flight
+constexpr int64_t kChunk = 16384;                 // elements, or a multiple of it where there are many chunks
+constexpr int64_t kManyChunks = 2048;             // one block adds them
+constexpr int kAhead = 8;                         // vectors of 16 bytes of a thread in flight
+constexpr int kMembers = 100;                     // gradients that a launch takes
+constexpr int kWarps = kThreads / 32, kSums = 8;  // of the block that adds the chunks; sums of a thread in flight
 
 // One gradient of the list: its chunks end where those of the next begin.
 struct Gradient {
@@ -55,25 +55,22 @@ __device__ double squares_of(const Code* codes, int64_t begin, int64_t end) {
   return sum;
 }
 
-// One block a chunk. Reads each gradient once; 8 bytes written a chunk.
-__global__ void __launch_bounds__(kThreads) grad_norm_kernel(const __grid_constant__ Gradients list, double* partial) {
-  let_next_begin();
-  const Gradient g = owner_of(list.member, list.count, &Gradient::first_chunk, blockIdx.x);
-  const int64_t begin = (blockIdx.x - g.first_chunk) * list.chunk, end = min(g.n, begin + list.chunk);
-  const double sum = block_sum(g.narrow ? squares_of(reinterpret_cast<const BFloat16*>(g.data), begin, end)
-                                        : squares_of(reinterpret_cast<const Float32*>(g.data), begin, end));
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-}
+// What the blocks of a launch give: norms of its gradients, and of all so far. `warps` warps add a gradient's chunks.
+struct Given {
+  double limit;
+  bool go_on;  // from the *total of an earlier launch
+  int warps;
+  double *partial, *total;
+  float *norms, *norm, *clip;
+  uint32_t* counter;
+};
 
-// One block: `warps` warps a gradient add its chunks, as many gradients at a time as there are warps for; then the norm
-// of all so far and the clip. Squares of f32 values do not overflow FP64: not finite means a value was not.
-__global__ void __launch_bounds__(kWarps * 32)
-    grad_norm_kernel_norms(const __grid_constant__ Gradients list, int warps, const double* partial, double limit,
-                           bool go_on, double* total, float* norms, float* norm, float* clip) {
+// The norms from the sums of the chunks, as many gradients at a time as there are warps for; then the norm of all so
+// far and the clip. Squares of f32 values do not overflow FP64: not finite means a value was not.
+__device__ inline void finish(const Gradients& list, const Given& given) {
   __shared__ double sums[kWarps];
-  const int warp = threadIdx.x / 32, share = threadIdx.x % (warps * 32), step = warps * 32;
-  after_previous();
-  double all = go_on && threadIdx.x == 0 ? *total : 0;
+  const int warps = given.warps, warp = threadIdx.x / 32, share = threadIdx.x % (warps * 32), step = warps * 32;
+  double all = given.go_on && threadIdx.x == 0 ? *given.total : 0;
   for (int first = 0; first < list.count; first += kWarps / warps) {
     const int i = first + warp / warps;
     double sum = 0;
@@ -82,7 +79,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       for (int64_t c = list.member[i].first_chunk + share; c < end; c += kSums * step) {
         double x[kSums];
 #pragma unroll
-        for (int k = 0; k < kSums; ++k) x[k] = c + k * step < end ? partial[c + k * step] : 0;
+        for (int k = 0; k < kSums; ++k) x[k] = c + k * step < end ? __ldcg(given.partial + c + k * step) : 0;
 #pragma unroll
         for (int k = 0; k < kSums; ++k) sum += x[k];
       }
@@ -93,7 +90,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     if (share == 0 && i < list.count) {
       for (int w = 1; w < warps; ++w) sum += sums[warp + w];
       sums[warp] = sum;
-      norms[i] = static_cast<float>(sqrt(sum));
+      given.norms[i] = static_cast<float>(sqrt(sum));
     }
     __syncthreads();
     if (threadIdx.x == 0)
@@ -101,11 +98,23 @@ __global__ void __launch_bounds__(kWarps * 32)
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
-  *total = all;
+  *given.total = all;
   const double root = sqrt(all);
-  norm[0] = static_cast<float>(root);
-  clip[0] = limit > 0 && root > limit ? static_cast<float>(limit / root) : 1.f;
-  clip[1] = isfinite(root) ? 0.f : 1.f;
+  given.norm[0] = static_cast<float>(root);
+  given.clip[0] = given.limit > 0 && root > given.limit ? static_cast<float>(given.limit / root) : 1.f;
+  given.clip[1] = isfinite(root) ? 0.f : 1.f;
+}
+
+// One block a chunk; the last to end finishes. Reads each gradient once; 8 bytes written a chunk.
+__global__ void __launch_bounds__(kThreads) grad_norm_kernel(const __grid_constant__ Gradients list, Given given) {
+  if (blockIdx.x < list.member[list.count].first_chunk) {
+    const Gradient g = owner_of(list.member, list.count, &Gradient::first_chunk, blockIdx.x);
+    const int64_t begin = (blockIdx.x - g.first_chunk) * list.chunk, end = min(g.n, begin + list.chunk);
+    const double sum = block_sum(g.narrow ? squares_of(reinterpret_cast<const BFloat16*>(g.data), begin, end)
+                                          : squares_of(reinterpret_cast<const Float32*>(g.data), begin, end));
+    if (threadIdx.x == 0) given.partial[blockIdx.x] = sum;
+  }
+  if (is_last(given.counter, gridDim.x)) finish(list, given);
 }
 
 int64_t chunks_of(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
@@ -134,13 +143,20 @@ void grad_norm(const grad_norm_args& args) {
   size_t first = 0;
   do {
     const Gradients list = gradients_of(args.g, first);
-    launch("grad_norm", grad_norm_kernel, static_cast<unsigned>(list.member[list.count].first_chunk), kThreads, 0, list,
-           partial);
     int warps = kWarps;
     while (warps > 1 && kWarps / warps < list.count) warps /= 2;
-    launch_next("grad_norm", grad_norm_kernel_norms, 1, kWarps * 32, list, warps, partial,
-                static_cast<double>(args.max_norm), first > 0, total, args.norms.as<float>() + first,
-                args.norm.as<float>(), args.clip.as<float>());
+    const Given given{static_cast<double>(args.max_norm),
+                      first > 0,
+                      warps,
+                      partial,
+                      total,
+                      args.norms.as<float>() + first,
+                      args.norm.as<float>(),
+                      args.clip.as<float>(),
+                      counters()};
+    // without chunks there is still a norm
+    const int64_t blocks = std::max<int64_t>(list.member[list.count].first_chunk, 1);
+    launch("grad_norm", grad_norm_kernel, static_cast<unsigned>(blocks), kThreads, 0, list, given);
     first += list.count;
   } while (first < args.g.size());
 }

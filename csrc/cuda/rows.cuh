@@ -217,38 +217,47 @@ class Peak {
 
 inline int64_t chunks_of(int64_t rows) { return (rows + kSumRows - 1) / kSumRows; }
 
-// partial [chunks, Parts, kinds, N] into one vector a kind: parts are 1, or strands to be joined, then one chain of
-// FP64 additions a column, in the order of the chunks. A block has 32 columns; all warps read, one adds.
+// partial [chunks, Parts, kinds, N] into one vector a kind: parts are 1, or strands to be joined; then groups of chunks
+// and, in one chain a column, the groups. A block has 32 columns; its warps add groups, and one of them the groups.
 template <int Parts>
 __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* partial, int64_t chunks, int64_t N,
                                                                  int kinds, Vector first, Vector second) {
-  constexpr int kAhead = 16 / Parts, kTile = kWarps * kAhead;
-  __shared__ float tile[kTile][32];
+  constexpr int kAhead = Parts == 1 ? 4 : 1, kTile = kWarps * kAhead;  // groups
+  __shared__ double tile[kTile][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t width = kinds * N, n = int64_t{blockIdx.x} * 32 + lane;
   double sum = 0;
   after_previous();
-  for (int64_t begin = 0; begin < chunks; begin += kTile) {
-    float x[kAhead][Parts];
+  for (int64_t begin = 0; begin < chunks; begin += kTile * kGroup) {
+    float x[kAhead][kGroup][Parts];
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      const int64_t chunk = begin + k * kWarps + warp;
 #pragma unroll
-      for (int p = 0; p < Parts; ++p)
-        x[k][p] = chunk < chunks && n < width ? partial[(chunk * Parts + p) * width + n] : 0.f;
+      for (int c = 0; c < kGroup; ++c) {
+        const int64_t chunk = begin + (k * kWarps + warp) * kGroup + c;
+#pragma unroll
+        for (int p = 0; p < Parts; ++p)
+          x[k][c][p] = chunk < chunks && n < width ? partial[(chunk * Parts + p) * width + n] : 0.f;
+      }
     }
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      if constexpr (Parts == 1)
-        tile[k * kWarps + warp][lane] = x[k][0];
-      else
-        tile[k * kWarps + warp][lane] = join_strands(x[k]);
+      double group = 0;
+#pragma unroll
+      for (int c = 0; c < kGroup; ++c) {
+        if constexpr (Parts == 1)
+          group += static_cast<double>(x[k][c][0]);
+        else
+          group += static_cast<double>(join_strands(x[k][c]));
+      }
+      tile[k * kWarps + warp][lane] = group;
     }
     __syncthreads();
-    const int count = static_cast<int>(chunks - begin < kTile ? chunks - begin : kTile);
+    const int64_t groups = (chunks - begin + kGroup - 1) / kGroup;
+    const int count = static_cast<int>(groups < kTile ? groups : kTile);
     if (warp == 0) {
 #pragma unroll 8
-      for (int k = 0; k < count; ++k) sum += static_cast<double>(tile[k][lane]);
+      for (int k = 0; k < count; ++k) sum += tile[k][lane];
     }
     __syncthreads();
   }
