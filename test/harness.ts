@@ -300,10 +300,10 @@ async function checkSizes(
 const kindOf = (format: AnyFormat) => format.split('/')[0] as Kind
 
 /** Codes in the order of their values, one step from each to the next. */
-function orderOf(kind: Kind, codes: Uint8Array): Int32Array {
-  const wide = kind === 'bf16'
+function orderOf(kind: Kind, codes: Uint8Array | Uint16Array): Int32Array {
+  const wide = kind === 'bf16' || kind === 'f16'
   const half = wide ? 0x8000 : 0x80
-  const words = wide ? new Uint16Array(codes.slice().buffer) : codes
+  const words = kind === 'bf16' ? new Uint16Array(codes.slice().buffer) : codes
   return Int32Array.from(words, (code) => (code < half ? code : half - code))
 }
 

@@ -39,11 +39,17 @@ struct Lane {
       for (int k = 0; k < E; ++k) code[k] = k < left ? from[i + k] : Code{};
     }
   }
-  template <bool Whole>
+  template <bool Whole, bool Streamed = false>
   __device__ void put(Code* to, int64_t i, int64_t left) const {
     if (Whole || (left >= E && i % E == 0)) {
+      Vector* at = reinterpret_cast<Vector*>(to + i);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Vector*>(to + i)[v] = vector[v];
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (Streamed)
+          __stcs(at + v, vector[v]);
+        else
+          at[v] = vector[v];
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < E; ++k)

@@ -1,12 +1,12 @@
 // What a warp of the kernel for e4m3/x128 reads and writes at a time: four runs of 128 elements, 16 elements a lane.
 #pragma once
-#include "../lanes.cuh"
+#include "adamw.cuh"
 
 namespace coat::cuda {
 
 constexpr int kRun = 128, kPart = 16, kLanes = kRun / kPart;  // elements of a run and of a lane, lanes of a run
 constexpr int kRuns = 32 / kLanes, kBatch = kRuns * kRun;     // runs and elements of a batch
-constexpr int kWarps = 4, kRounds = 16;                       // of a block, which shares a table of logarithms
+constexpr int kRounds = 16;                                   // of a block, which shares a table of logarithms
 constexpr int64_t kStride = kWarps * kBatch, kElements = kRounds * kStride;  // elements of a round, of a block
 
 template <class Code>
@@ -95,29 +95,52 @@ struct Batch {
   }
 };
 
-// What a warp will read, on its way to L2 a round ahead, one of the ten arrays a lane: the latency of memory is longer
+// What a warp will read, on its way to L2 a round ahead, one line of 128 bytes a lane: the latency of memory is longer
 // than the work of a round.
+template <class Source, class Gradient>
 struct Ahead {
-  const uint8_t* at;
-  uint32_t bytes, step;
-  template <class Source, class Gradient>
+  // lines of a batch: m, v, g, p, and the numbers of the runs of both moments
+  static constexpr int kG = kBatch * sizeof(Gradient) / 128, kP = kBatch * sizeof(Source) / 128;
+  static constexpr int kM = kBatch / 128, kLines = 2 * kM + kG + kP + 6, kTurns = (kLines + 31) / 32;
+  const uint8_t* at[kTurns];
+  uint32_t step[kTurns];  // 0: no line
   __device__ Ahead(const Entry<Source, Gradient>& entry, int64_t first) {
-    const int lane = threadIdx.x % 32, kind = lane / 2;
-    const E4M3X128& moment = lane % 2 ? entry.v : entry.m;
-    const float* numbers = kind == 1 ? moment.scale : kind == 2 ? moment.k : moment.centre;
-    auto codes = reinterpret_cast<const uint8_t*>(moment.codes);
-    uint32_t size = 1;
-    if (lane == 8) codes = reinterpret_cast<const uint8_t*>(entry.g.codes), size = sizeof(Gradient);
-    if (lane == 9) codes = reinterpret_cast<const uint8_t*>(entry.source.codes), size = sizeof(Source);
-    const bool per_run = kind >= 1 && kind <= 3;
-    at = per_run ? reinterpret_cast<const uint8_t*>(numbers + first / kRun) : codes + first * size;
-    bytes = lane > 9 ? 0 : per_run ? kRuns * 4 : kBatch * size;
-    step = per_run ? kStride / kRun * 4 : kStride * size;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      int line = threadIdx.x % 32 + 32 * turn;
+      const auto of = [&](const void* codes, int size, int lines) {
+        if (line >= 0 && line < lines) {
+          at[turn] = static_cast<const uint8_t*>(codes) + first * size + line * 128;
+          step[turn] = kStride * size;
+        }
+        line -= lines;
+      };
+      const auto of_runs = [&](const float* numbers) {
+        if (line == 0) {
+          at[turn] = reinterpret_cast<const uint8_t*>(numbers + first / kRun);
+          step[turn] = kStride / kRun * 4;
+        }
+        --line;
+      };
+      at[turn] = nullptr, step[turn] = 0;
+      of(entry.m.codes, 1, kM);
+      of(entry.v.codes, 1, kM);
+      of(entry.g.codes, sizeof(Gradient), kG);
+      of(entry.source.codes, sizeof(Source), kP);
+      for (const E4M3X128* moment : {&entry.m, &entry.v}) {
+        of_runs(moment->scale);
+        of_runs(moment->k);
+        of_runs(moment->centre);
+      }
+    }
   }
   // Of the batch a round later than the last; `exists`: it is whole.
   __device__ void fetch(bool exists) {
-    at += step;
-    if (exists && bytes) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      at[turn] += step[turn];
+      if (exists && step[turn] != 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(at[turn]) : "memory");
+    }
   }
 };
 

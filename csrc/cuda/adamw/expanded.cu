@@ -2,9 +2,6 @@
 // special function unit.
 #include <vector>
 
-#include "../../contract.h"
-#include "../../formula.h"
-#include "adamw.cuh"
 #include "batch.cuh"
 
 namespace coat::cuda {
@@ -258,26 +255,26 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
     v_codes.template put<kWhole>(entry.v.codes, i, left);
   };
 
-  int64_t at = (blockIdx.x - entry.first_block) * kElements + threadIdx.x / 32 * kBatch;
-  const int64_t end = at + kElements < n ? at + kElements : n;
-  const int own = Batch<Source, Gradient>::first();
+  // first the whole batches of this warp, then perhaps a part of one
+  int64_t i = (blockIdx.x - entry.first_block) * kElements + threadIdx.x / 32 * kBatch;
+  const int64_t reach = n - i;
+  const int rounds =
+      reach < kBatch ? 0 : static_cast<int>(reach < kElements ? (reach - kBatch) / kStride + 1 : kRounds);
+  Ahead<Source, Gradient> ahead(entry, i);
+  i += Batch<Source, Gradient>::first();
   Batch<Source, Gradient> batch;
-  Ahead ahead(entry, at);
   // with the registers of fewer blocks, a batch is fetched while the one before it is encoded
   constexpr bool kEarly = !std::is_same_v<Source, BFloat16>;
-  if (kEarly && at + kBatch <= end) batch.template fetch<true>(entry, at + own, 0);
+  if (kEarly && rounds > 0) batch.template fetch<true>(entry, i, 0);
 #pragma unroll 1
-  for (; at + kBatch <= end; at += kStride) {
-    const int64_t i = at + own;
-    const bool more = at + kStride + kBatch <= end;
-    ahead.fetch(more);
+  for (int round = 1; round <= rounds; ++round, i += kStride) {
+    ahead.fetch(round < rounds);
     if constexpr (!kEarly) batch.template fetch<true>(entry, i, 0);
     update(std::true_type{}, i, batch, [&] {
-      if (kEarly && more) batch.template fetch<true>(entry, i + kStride, 0);
+      if (kEarly && round < rounds) batch.template fetch<true>(entry, i + kStride, 0);
     });
   }
-  if (at < end) {
-    const int64_t i = at + own;
+  if (rounds < kRounds && rounds * kStride < reach) {
     batch.template fetch<false>(entry, i, n - i);
     update(std::false_type{}, i, batch, [] {});
   }

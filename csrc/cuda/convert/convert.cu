@@ -242,7 +242,8 @@ __global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
       for (int g = 0; g < G; ++g) row[g] = from[g * T::kWords];
       const int64_t m = m0 + down, at = n0 + (vector * 4 + lane / 8) * W;
       turn<X, Y>(y, open, sealed, row, infs, [&](int w, const Lane<CodeOf<Y>, G>& out) {
-        out.template put<whole.value>(y.codes, (at + w) * M + m, at + w < N ? M - m : 0);
+        // 16-bit codes are streamed: their lines leave L2 in the order of rows
+        out.template put<whole.value, sizeof(CodeOf<Y>) == 2>(y.codes, (at + w) * M + m, at + w < N ? M - m : 0);
       });
     }
     if constexpr (kScaling<Y> == Scaling::tensor) count_infs_of_block(y.status, infs);
