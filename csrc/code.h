@@ -84,6 +84,7 @@ COAT_HD float exp2_normal(float x) {
 // not far out, without the branches for those that are.
 struct Ieee {
   static COAT_HD float quotient(float a, float b) { return a / b; }
+  static COAT_HD float quotient(float a, float b, float) { return a / b; }  // given 1 / b
 };
 
 // log2(x) - below for normal x > 0.

@@ -195,7 +195,7 @@ struct Expanded {
   // The scale that maps the largest power to the largest code.
   template <class By>
   static COAT_HD float scale_for_top(float top) {
-    return By::quotient(top, Code::max());
+    return By::quotient(top, Code::max(), 1.f / Code::max());
   }
   COAT_HD Sealed seal(int64_t b, const RangeWithMin& range) const {
     count_infs(status, range.infs);

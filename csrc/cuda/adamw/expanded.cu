@@ -9,6 +9,7 @@ namespace {
 
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr float kLeast = 0x1p-120f, kMost = 0x1p120f;  // beyond, values or their powers may be subnormal or infinite
+constexpr float kLog2Largest = 8.80735492f;            // of 448
 constexpr float kLeastFloor = 1e-13f;                  // beside it, the root of a subnormal does not matter
 
 __device__ inline float root_near(float x) {
@@ -22,9 +23,10 @@ struct Inside {
     const float r = inverse_near(b);
     return fma_(r, -fma_(b, r, -1.f), r);
   }
-  static __device__ float quotient(float a, float b) {
-    const float r = inverse(b), q = a * r;
-    return fma_(r, fma_(-b, q, a), q);
+  static __device__ float quotient(float a, float b) { return quotient(a, b, inverse(b)); }
+  static __device__ float quotient(float a, float b, float inverse) {
+    const float q = a * inverse;
+    return fma_(inverse, fma_(-b, q, a), q);
   }
   static __device__ float root(float x) {
     float r;
@@ -241,7 +243,8 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
       const float top = level ? 1.f : exp2_normal((log2_high - log2_middle) * power);
       const float scale = E4M3X128::scale_for_top<Inside>(top);
       if (exists && threadIdx.x % kLanes < 2) mine.scale[run] = scale, mine.k[run] = power, mine.centre[run] = middle;
-      const Two k(power), shift(fma_(-power, log2_middle, -log2_near(scale)));
+      // |x|^k by the scale is 2^(k (log2 x - log2 max)) times the largest code
+      const Two k(power), shift(fma_(-power, level ? log2_middle : log2_high, kLog2Largest));
       encode<true>(m_codes, k.m, shift.m, m);
       encode<false>(v_codes, k.v, shift.v, v);
     } else {
