@@ -17,6 +17,8 @@ export interface OpCase {
   formats: Readonly<Record<string, AnyFormat>>
   /** Number arguments that are no sizes. */
   numbers?: Readonly<Record<string, number>>
+  /** Words; those that are not named are the first of their list. */
+  words?: Readonly<Record<string, string>>
   /** Floating-point operations; without it the case is measured in bytes. */
   flops?: (sizes: Sizes) => number
   /** Element i of `result`, in float64 from the inputs. */
@@ -42,8 +44,19 @@ const fills: Readonly<Record<string, (u: number, sizes: Sizes) => number>> = {
   scale: () => 1 / 128, // for numbers up to 3.5 in e4m3
 }
 
-/** Half a unit in the last place, as a part of the value, with some room for sums. */
-const tolerances: Readonly<Record<string, number>> = { f32: 1e-4, bf16: 2 ** -7, e4m3: 2 ** -3.5, e5m2: 2 ** -2.5 }
+/** Half a unit in the last place, or half the widest gap of a map, as a part of the value, with some room for sums. */
+const tolerances: Readonly<Record<string, number>> = {
+  f32: 1e-4,
+  bf16: 2 ** -7,
+  bf16x2: 1e-4,
+  f16: 2 ** -10,
+  e4m3: 2 ** -3.5,
+  e5m2: 2 ** -2.5,
+  d8: 2 ** -4,
+  u8: 2 ** -4,
+  d4: 2 ** -0.5,
+  u4: 2 ** -0.5,
+}
 
 export interface OpBenchOptions {
   device: Device
@@ -272,7 +285,7 @@ async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, che
 
 /** What an op's function takes for one argument of the table: a handle or a list, null, a format, a number. */
 function argumentOf(
-  { mode, name, dims, formats }: OpArgument,
+  { mode, name, dims, formats, words }: OpArgument,
   one: OpCase,
   device: Device,
   inputs: Map<string, Tensor[]>,
@@ -280,6 +293,7 @@ function argumentOf(
 ): unknown[] {
   const format = one.formats[name]
   if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.numbers?.[name] ?? one.sizes[name]]
+  if (mode === 'word') return [one.words?.[name] ?? words[0]]
   if (mode === 'out' && formats.length === 1) return [] // known, so not asked for
   if (mode === 'out' || mode === 'opt_out') return [format ?? null]
   if (!format) return [null]

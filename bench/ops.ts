@@ -15,6 +15,8 @@ const adamwNumbers = {
   weight_decay: 0.1,
   correct1: 0.1,
   correct2: 0.22,
+  v_floor: 1,
+  seed: 1,
 }
 
 const at = (values: Values, name: string, i: number) => values[name]?.[i] as number
@@ -25,6 +27,12 @@ const convert = (x: AnyFormat, y: AnyFormat): OpCase => ({
   sizes: rows,
   formats: { x, y },
   expect: { result: 'y', value: (i, values) => at(values, 'x', i) },
+})
+
+const convertFloored = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'convert_floored',
+  sizes: rows,
+  formats: { x, y },
 })
 
 const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
@@ -88,11 +96,24 @@ const swiglu = (x: AnyFormat, y: AnyFormat): OpCase => ({
   },
 })
 
-const adamw = (state: AnyFormat, formats: OpCase['formats']): OpCase => ({
+const adamw = (state: AnyFormat, formats: OpCase['formats'], rounding = 'nearest'): OpCase => ({
   op: 'adamw',
   sizes: { L: 4, ...rows },
   formats: { ...formats, m: state, v: state, clip: 'f32' },
   numbers: adamwNumbers,
+  words: { rounding },
+})
+const lion = (m: AnyFormat, formats: OpCase['formats']): OpCase => ({
+  op: 'lion',
+  sizes: { L: 4, ...rows },
+  formats: { ...formats, m, clip: 'f32' },
+  numbers: { lr: 1e-4, beta1: 0.9, gain1: 0.1, beta2: 0.99, gain2: 0.01, weight_decay: 0.1, seed: 1 },
+})
+const sgd = (m: AnyFormat, formats: OpCase['formats']): OpCase => ({
+  op: 'sgd',
+  sizes: { L: 4, ...rows },
+  formats: { ...formats, m, clip: 'f32' },
+  numbers: { lr: 1e-2, momentum: 0.9, gain: 1, weight_decay: 1e-4, nesterov: 0, seed: 1 },
 })
 
 export const opCases: readonly OpCase[] = [
@@ -102,6 +123,11 @@ export const opCases: readonly OpCase[] = [
   convert('e4m3/g16', 'bf16'),
   convert('f32', 'bf16'),
   convert('f32', 'e4m3/x128'),
+  convert('f32', 'd8/g256'),
+  convert('d8/g256', 'f32'),
+  convert('f32', 'd4/g128'),
+  convert('f32', 'bf16x2'),
+  convertFloored('f32', 'u8/g256'),
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),
@@ -232,6 +258,12 @@ export const opCases: readonly OpCase[] = [
   adamw('f32', { p: 'bf16', master: 'f32', g: 'bf16' }),
   adamw('e4m3/g128', { p: 'f32', g: 'bf16' }),
   adamw('e4m3/x128', { p: 'f32', g: 'bf16' }),
+  adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }, 'stochastic'),
+  adamw('e4m3/x128', { p: 'bf16', lost: 'bf16', g: 'bf16' }, 'kahan'),
+  lion('f32', { p: 'f32', g: 'bf16' }),
+  lion('e4m3/x128', { p: 'f32', g: 'bf16' }),
+  sgd('f32', { p: 'f32', g: 'bf16' }),
+  sgd('e4m3/x128', { p: 'f32', g: 'bf16' }),
   {
     op: 'grad_norm',
     sizes: { L: 4, ...rows },

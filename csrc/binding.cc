@@ -34,13 +34,20 @@ Device parse_device(const std::string& word) {
   fail("device", "device", "device is \"", word, "\" and must be \"cpu\" or \"cuda\"");
 }
 
-Purpose parse_purpose(const std::string& word) {
+// Where a word stands in a list.
+template <class List>
+int position_of(const std::string& word, const List& list, const char* code, const std::string& name) {
   std::string known;
-  for (int i = 0; i < kPurposeCount; ++i) {
-    if (word == kPurposes[i]) return static_cast<Purpose>(i);
-    known += (i ? ", " : "") + std::string(kPurposes[i]);
+  int i = 0;
+  for (const auto& entry : list) {
+    if (word == entry) return i;
+    known += (i++ ? ", " : "") + std::string(entry);
   }
-  fail("purpose", "purpose", "purpose is \"", word, "\" and must be one of ", known);
+  fail(code, name, name, " is \"", word, "\" and must be one of ", known);
+}
+
+Purpose parse_purpose(const std::string& word) {
+  return static_cast<Purpose>(position_of(word, kPurposes, "purpose", "purpose"));
 }
 
 std::string text_argument(const Napi::Value& value, const std::string& name) {
@@ -76,10 +83,19 @@ Shape shape_argument(const Napi::Value& value) {
   return shape;
 }
 
+// An array of what `make` makes of each item.
+template <class Items, class Make>
+Napi::Array array_of(Napi::Env env, const Items& items, Make&& make) {
+  auto list = Napi::Array::New(env);
+  for (const auto& item : items) list.Set(list.Length(), make(item));
+  return list;
+}
+Napi::Array array_of(Napi::Env env, const std::vector<std::string>& words) {
+  return array_of(env, words, [&](const std::string& word) { return Napi::String::New(env, word); });
+}
 Napi::Array array_of(Napi::Env env, const Shape& shape) {
-  auto sizes = Napi::Array::New(env, shape.rank);
-  for (int i = 0; i < shape.rank; ++i) sizes.Set(i, static_cast<double>(shape.dims[i]));
-  return sizes;
+  const std::vector<int64_t> sizes(shape.dims, shape.dims + shape.rank);
+  return array_of(env, sizes, [&](int64_t size) { return Napi::Number::New(env, static_cast<double>(size)); });
 }
 
 // Whether an argument is not given by the caller: an output with one legal format.
@@ -291,6 +307,9 @@ class Call {
     const int64_t seed = integer_argument(value, argument.name);
     if (seed < 0) fail("value", argument.name, argument.name, " is ", seed, " and must not be negative");
     field = static_cast<uint64_t>(seed);
+  }
+  void read_number(const Argument& argument, const Napi::Value& value, int32_t& field) {
+    field = position_of(text_argument(value, argument.name), argument.words, "value", argument.name);
   }
   template <class T>
   void read_number(const Argument&, const Napi::Value&, T&) {}
@@ -522,40 +541,34 @@ Napi::Value threads(const Napi::CallbackInfo& info) {
 // ---- the table, for the test harness and the bench ----
 
 Napi::Value table_object(const Napi::CallbackInfo& info) {
-  static constexpr const char* modes[] = {"in",         "opt_in",      "inout",          "out", "opt_out", "list_in",
-                                          "list_inout", "opt_list_in", "opt_list_inout", "f32", "i64",     "seed"};
   const auto env = info.Env();
-  auto ops = Napi::Array::New(env);
-  for (const auto& op : table()) {
-    auto row = Napi::Object::New(env), only = Napi::Object::New(env);
-    auto arguments = Napi::Array::New(env), names = Napi::Array::New(env), words = Napi::Array::New(env);
-    for (const auto& argument : op.arguments) {
-      auto entry = Napi::Object::New(env);
-      auto formats = Napi::Array::New(env);
-      for (const auto& format : argument.formats) formats.Set(formats.Length(), word_of(format));
-      entry.Set("mode", modes[static_cast<int>(argument.mode)]);
-      entry.Set("name", argument.name);
-      entry.Set("formats", formats);
-      entry.Set("dims", argument.dims_text);
-      arguments.Set(arguments.Length(), entry);
-    }
-    for (const auto& name : op.only_names) names.Set(names.Length(), name);
-    for (const auto& combination : op.only_words) {
-      auto legal = Napi::Array::New(env);
-      for (const auto& format : combination)
-        legal.Set(legal.Length(), format ? Napi::Value(Napi::String::New(env, word_of(*format))) : env.Null());
-      words.Set(words.Length(), legal);
-    }
-    only.Set("names", names);
-    only.Set("combinations", words);
+  const auto word = [&](const std::optional<Format>& format) {
+    return format ? Napi::Value(Napi::String::New(env, word_of(*format))) : env.Null();
+  };
+  const auto argument_object = [&](const Argument& argument) {
+    auto entry = Napi::Object::New(env);
+    entry.Set("mode", kModes[static_cast<int>(argument.mode)]);
+    entry.Set("name", argument.name);
+    entry.Set("formats", array_of(env, argument.formats, word));
+    entry.Set("dims", argument.dims_text);
+    entry.Set("words", array_of(env, argument.words));
+    return entry;
+  };
+  const auto only_object = [&](const Only& only) {
+    auto entry = Napi::Object::New(env);
+    entry.Set("names", array_of(env, only.names));
+    entry.Set("combinations", array_of(env, only.words, [&](const auto& row) { return array_of(env, row, word); }));
+    return entry;
+  };
+  return array_of(env, table(), [&](const Op& op) {
+    auto row = Napi::Object::New(env);
     row.Set("family", op.family);
     row.Set("name", op.name);
     row.Set("doc", op.doc);
-    row.Set("arguments", arguments);
-    row.Set("only", only);
-    ops.Set(ops.Length(), row);
-  }
-  return ops;
+    row.Set("arguments", array_of(env, op.arguments, argument_object));
+    row.Set("only", array_of(env, op.only, only_object));
+    return row;
+  });
 }
 
 Napi::Value describe_text(const Napi::CallbackInfo& info) { return Napi::String::New(info.Env(), describe()); }

@@ -57,7 +57,7 @@ struct DimParser {
 };
 
 Argument tensor_argument(Mode mode, const char* name, const char* formats, const char* dims) {
-  Argument argument{mode, name, {}, dims, {}};
+  Argument argument{mode, name, {}, dims, {}, {}};
   for (const auto& word : words_of(formats)) argument.formats.push_back(parse_format(word, name));
   if (argument.dims_text != "*")
     for (const auto& word : words_of(dims)) {
@@ -76,17 +76,22 @@ struct OpBuilder {
     return *this;
   }
   OpBuilder& number(Mode mode, const char* name) {
-    op.arguments.push_back({mode, name, {}, "", {}});
+    op.arguments.push_back({mode, name, {}, "", {}, {}});
+    return *this;
+  }
+  OpBuilder& word(const char* name, const char* words) {
+    op.arguments.push_back({Mode::word, name, {}, "", {}, words_of(words)});
     return *this;
   }
   OpBuilder& only(const char* names, const char* words) {
-    op.only_names = words_of(names);
+    Only only{words_of(names), {}};
     for (const auto& row : words_of(words)) {
       std::vector<std::optional<Format>> formats;
       for (const auto& word : words_of(row, ':'))
         formats.push_back(word == "-" ? std::optional<Format>() : parse_format(word, "ONLY"));
-      op.only_words.push_back(formats);
+      only.words.push_back(formats);
     }
+    op.only.push_back(only);
     return *this;
   }
 };
@@ -105,13 +110,14 @@ std::vector<Op> parse() {
 #define F32(name) .number(Mode::f32, #name)
 #define I64(name) .number(Mode::i64, #name)
 #define SEED(name) .number(Mode::seed, #name)
+#define ENUM(name, words) .word(#name, words)
 #define ONLY(names, words) .only(names, words)
-#define OP(family, name, doc, ...)                  \
-  ops.push_back((OpBuilder {                        \
-                  {                                 \
-#family, #name, doc, {}, {}, {} \
-                  }                                 \
-                } __VA_ARGS__)                      \
+#define OP(family, name, doc, ...)              \
+  ops.push_back((OpBuilder {                    \
+                  {                             \
+#family, #name, doc, {}, {} \
+                  }                             \
+                } __VA_ARGS__)                  \
                     .op);
 #include "ops.def"
 #undef OP
@@ -215,12 +221,16 @@ void Contract::check(const Argument& argument, const Tensor& tensor, const std::
 }
 
 void Contract::remember(const Argument& argument, const Format& format, int64_t index) {
-  for (size_t i = 0; i < op_.only_names.size(); ++i)
-    if (op_.only_names[i] == argument.name) {
-      if (only_seen_.size() <= static_cast<size_t>(index)) only_seen_.resize(index + 1);
-      only_seen_[index].resize(op_.only_names.size());
-      only_seen_[index][i] = format;
-    }
+  for (size_t o = 0; o < op_.only.size(); ++o) {
+    const auto& names = op_.only[o].names;
+    auto& seen = only_seen_[o];
+    for (size_t i = 0; i < names.size(); ++i)
+      if (names[i] == argument.name) {
+        if (seen.size() <= static_cast<size_t>(index)) seen.resize(index + 1);
+        seen[index].resize(names.size());
+        seen[index][i] = format;
+      }
+  }
 }
 
 void Contract::list_length(const Argument& argument, int64_t length) {
@@ -248,20 +258,22 @@ std::string word_or_none(const std::optional<Format>& format) { return format ? 
 }  // namespace
 
 void Contract::finish() {
-  for (size_t item = 0; item < only_seen_.size(); ++item) {
-    bool legal = only_seen_[item].empty();
-    std::string seen, rows;
-    for (const auto& row : op_.only_words) legal = legal || row == only_seen_[item];
-    if (legal) continue;
-    for (size_t i = 0; i < op_.only_names.size(); ++i)
-      seen += (i ? ", " : "") + op_.only_names[i] + " " + word_or_none(only_seen_[item][i]);
-    for (const auto& row : op_.only_words) {
-      rows += rows.empty() ? "" : "; ";
-      for (size_t i = 0; i < row.size(); ++i) rows += (i ? ", " : "") + word_or_none(row[i]);
+  for (size_t o = 0; o < op_.only.size(); ++o)
+    for (const auto& item : only_seen_[o]) {
+      const Only& only = op_.only[o];
+      bool legal = item.empty();
+      std::string seen, rows;
+      for (const auto& row : only.words) legal = legal || row == item;
+      if (legal) continue;
+      for (size_t i = 0; i < only.names.size(); ++i)
+        seen += (i ? ", " : "") + only.names[i] + " " + word_or_none(item[i]);
+      for (const auto& row : only.words) {
+        rows += rows.empty() ? "" : "; ";
+        for (size_t i = 0; i < row.size(); ++i) rows += (i ? ", " : "") + word_or_none(row[i]);
+      }
+      fail("format", only.names[0], seen,
+           only.words.empty() ? "" : " is not a combination of this op, which has: ", rows);
     }
-    fail("format", op_.only_names[0], seen,
-         op_.only_words.empty() ? "" : " is not a combination of this op, which has: ", rows);
-  }
 }
 
 Shape Contract::output_shape(const Argument& argument) const {
@@ -290,6 +302,19 @@ void check_flat(const char* argument, const std::vector<Tensor>& states) {
   for (const Tensor& t : states)
     if (t.format.scaling == Scaling::run && t.shape.rows() != 1)
       fail("shape", argument, argument, " ", text_of(t), " must have the shape [1, ", t.shape.numel(), "]");
+}
+
+void check_rounding(int32_t rounding, const std::vector<Tensor>& p, const std::vector<Tensor>& master,
+                    const std::vector<Tensor>& lost) {
+  if (rounding != kNearest && !master.empty())
+    fail("value", "rounding", "rounding is ", rounding == kKahan ? "kahan" : "stochastic",
+         " and must be nearest with a master, which loses nothing");
+  if ((rounding == kKahan) != !lost.empty() && !p.empty())
+    fail("value", "lost", "lost is ", lost.empty() ? "absent" : "given", " and must be given with rounding kahan only");
+  if (rounding != kStochastic) return;
+  for (size_t i = 0; i < p.size(); ++i)
+    if (p[i].format.dtype != DType::bf16)
+      fail("format", "p", "p[", i, "] ", text_of(p[i]), " must be bf16 with rounding stochastic");
 }
 
 }  // namespace coat

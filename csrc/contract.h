@@ -20,8 +20,12 @@ enum class Mode : uint8_t {
   opt_list_inout,
   f32,
   i64,
-  seed
+  seed,
+  word
 };
+inline constexpr const char* kModes[] = {"in",         "opt_in",      "inout",          "out", "opt_out", "list_in",
+                                         "list_inout", "opt_list_in", "opt_list_inout", "f32", "i64",     "seed",
+                                         "word"};
 inline bool is_list(Mode mode) { return mode >= Mode::list_in && mode <= Mode::opt_list_inout; }
 inline bool is_output(Mode mode) { return mode == Mode::out || mode == Mode::opt_out; }
 inline bool is_optional(Mode mode) {
@@ -48,6 +52,13 @@ struct Argument {
   std::vector<Format> formats;
   std::string dims_text;  // "*" = any shape
   std::vector<Dim> dims;
+  std::vector<std::string> words;  // of an ENUM
+};
+
+// The legal combinations of formats of some arguments; none: absent.
+struct Only {
+  std::vector<std::string> names;
+  std::vector<std::vector<std::optional<Format>>> words;
 };
 
 struct Op {
@@ -59,8 +70,7 @@ struct Op {
   }
   std::string family, name, doc;
   std::vector<Argument> arguments;
-  std::vector<std::string> only_names;                         // arguments whose formats are bound to each other …
-  std::vector<std::vector<std::optional<Format>>> only_words;  // … and the legal combinations; none: absent
+  std::vector<Only> only;
 };
 
 // ops.def, parsed at first use.
@@ -76,7 +86,7 @@ enum OpIndex : int {
 // Checks one call of op: give it the numbers, then the inputs, then ask for the shapes of the outputs.
 class Contract {
  public:
-  explicit Contract(const Op& op) : op_(op) {}
+  explicit Contract(const Op& op) : op_(op), only_seen_(op.only.size()) {}
   void number(const Argument& argument, int64_t value);
   void input(const Argument& argument, const Tensor& tensor) {
     check(argument, tensor, argument.name, any_);
@@ -117,7 +127,7 @@ class Contract {
   int64_t length_ = -1;
   std::string length_by_;
   Letter letters_[26];
-  std::vector<std::vector<std::optional<Format>>> only_seen_;  // [item of the lists][argument of ONLY]
+  std::vector<std::vector<std::vector<std::optional<Format>>>> only_seen_;  // [ONLY][item of the lists][argument]
 };
 
 // Rules of single ops that formats and letters cannot say. Both backends ask before they change anything.
@@ -126,5 +136,9 @@ void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J);
 void check_rotation(int64_t D, int64_t direction);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].
 void check_flat(const char* argument, const std::vector<Tensor>& states);
+// How an optimizer rounds its parameters: the positions of the words of `rounding`.
+enum Rounding : int32_t { kNearest, kStochastic, kKahan };
+void check_rounding(int32_t rounding, const std::vector<Tensor>& p, const std::vector<Tensor>& master,
+                    const std::vector<Tensor>& lost);
 
 }  // namespace coat

@@ -24,7 +24,9 @@ std::string signature(const Op& op) {
   for (const auto& argument : op.arguments) {
     if (!is_number(argument.mode)) shapes += (shapes.empty() ? "" : ", ") + shape_text(argument);
     std::string type;
-    if (is_number(argument.mode))
+    if (argument.mode == Mode::word)
+      for (const auto& word : argument.words) type += (type.empty() ? "'" : " | '") + word + "'";
+    else if (is_number(argument.mode))
       type = "number";
     else if (is_list(argument.mode))
       type = "readonly Handle[]";

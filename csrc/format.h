@@ -1,169 +1,13 @@
-// Arithmetic of formats, one source for both backends: codes, logarithms, ranges and a view a format.
+// Arithmetic of formats, one source for both backends: ranges, and a view a format.
 // A kernel that writes a blocked format does: compute, range of the block, seal, store. Nothing else knows what a scale
 // is.
 #pragma once
-#include <cstdint>
 #include <type_traits>
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
-#endif
 
+#include "code.h"
 #include "tensor.h"
 
-#ifdef __CUDACC__
-#define COAT_HD __host__ __device__ __forceinline__
-#else
-#define COAT_HD inline __attribute__((always_inline))
-#endif
-
 namespace coat {
-
-COAT_HD uint32_t bits_of(float x) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(x);
-#else
-  return __builtin_bit_cast(uint32_t, x);
-#endif
-}
-COAT_HD float float_of(uint32_t u) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(u);
-#else
-  return __builtin_bit_cast(float, u);
-#endif
-}
-COAT_HD float fma_(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-  return __fmaf_rn(a, b, c);
-#else
-  return __builtin_fmaf(a, b, c);
-#endif
-}
-COAT_HD float sqrt_(float x) {
-#ifdef __CUDA_ARCH__
-  return __fsqrt_rn(x);
-#else
-  return __builtin_sqrtf(x);
-#endif
-}
-COAT_HD float abs_(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
-COAT_HD float copysign_(float magnitude, float sign) {
-  return float_of((bits_of(magnitude) & 0x7fffffffu) | (bits_of(sign) & 0x80000000u));
-}
-
-constexpr float kNaN = __builtin_nanf("");
-constexpr float kInf = __builtin_inff();
-constexpr float kMinNormal = 1.17549435e-38f;  // 2^-126: no stored scale is smaller, so that 1 / scale is finite
-
-// 2^f for |f| <= 1/2.
-COAT_HD float exp2_fraction(float f) {
-  float p = 1.52527338e-5f;
-  p = fma_(p, f, 1.54035304e-4f);
-  p = fma_(p, f, 1.33335581e-3f);
-  p = fma_(p, f, 9.61812911e-3f);
-  p = fma_(p, f, 5.55041087e-2f);
-  p = fma_(p, f, 2.40226507e-1f);
-  p = fma_(p, f, 6.93147181e-1f);
-  return fma_(p, f, 1.f);
-}
-constexpr float kRoundToInteger = 12582912.f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-
-// 2^x. Polynomial in the fraction; relative error below 2e-7; saturates to 0 and Inf; NaN stays NaN.
-COAT_HD float exp2_(float x) {
-  const float c = x < -151.f ? -151.f : (x > 129.f ? 129.f : x);
-  const float shifted = c + kRoundToInteger;
-  const float p = exp2_fraction(c - (shifted - kRoundToInteger));
-  const int whole = static_cast<int>(bits_of(shifted) - bits_of(kRoundToInteger));  // a conversion is slow
-  const int half = whole >> 1;  // two factors: subnormal results round once
-  return p * float_of(static_cast<uint32_t>(half + 127) << 23) *
-         float_of(static_cast<uint32_t>(whole - half + 127) << 23);
-}
-
-// log2(x) for x > 0; -Inf at 0, NaN below. Exact at powers of two; relative error below 3e-7.
-COAT_HD float log2_(float x) {
-  const bool tiny = x < kMinNormal;
-  const uint32_t u = bits_of(tiny ? x * 16777216.f : x);
-  // m in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2), keep the exponent that is left over
-  const int e = static_cast<int>(u - 0x3f3504f3u) >> 23;
-  const float m = float_of(u - (static_cast<uint32_t>(e) << 23));
-  const float t = (m - 1.f) / (m + 1.f), t2 = t * t;
-  float p = 2.88539008f / 9.f;
-  p = fma_(p, t2, 2.88539008f / 7.f);
-  p = fma_(p, t2, 2.88539008f / 5.f);
-  p = fma_(p, t2, 2.88539008f / 3.f);
-  p = fma_(p, t2, 2.88539008f);
-  const float y = fma_(t, p, static_cast<float>(tiny ? e - 24 : e));
-  return x > 0.f ? (x < kInf ? y : kInf) : (x == 0.f ? -kInf : kNaN);
-}
-
-// ---- codes ----
-
-// A value of Exponent/Mantissa bits with bias Bias and largest finite value Max: round to nearest even, finite values
-// and infinities saturate to Max, NaN stays NaN.
-template <int Mantissa, int Bias, uint32_t MaxBits, uint8_t NaNCode>
-struct Float8 {
-  uint8_t code;
-  static COAT_HD constexpr float max() { return __builtin_bit_cast(float, MaxBits); }
-  static COAT_HD uint8_t encode(float x) {
-#ifdef __CUDA_ARCH__  // one instruction, the same rounding
-    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, Mantissa == 3 ? __NV_E4M3 : __NV_E5M2);
-#else
-    constexpr int shift = 23 - Mantissa;
-    constexpr uint32_t min_normal = static_cast<uint32_t>(128 - Bias) << 23;
-    constexpr uint32_t magic = static_cast<uint32_t>(127 + 1 - Bias - Mantissa + 23) << 23;
-    const uint32_t u = bits_of(x), a = u & 0x7fffffffu;
-    const uint32_t c = a < MaxBits ? a : MaxBits;
-    const uint32_t normal =
-        ((c + ((1u << (shift - 1)) - 1) + ((c >> shift) & 1u)) >> shift) - ((127 - Bias) << Mantissa);
-    const uint32_t subnormal = bits_of(float_of(c) + float_of(magic)) - magic;
-    const uint32_t code = a > 0x7f800000u ? NaNCode : (c < min_normal ? subnormal : normal);
-    return static_cast<uint8_t>(code | ((u >> 24) & 0x80u));
-#endif
-  }
-  static COAT_HD float decode(uint8_t code) {
-#ifdef __CUDA_ARCH__
-    const __half_raw half = __nv_cvt_fp8_to_halfraw(code, Mantissa == 3 ? __NV_E4M3 : __NV_E5M2);
-    return __half2float(__half(half));
-#else
-    constexpr int shift = 23 - Mantissa;
-    constexpr float step = __builtin_bit_cast(float, static_cast<uint32_t>(127 + 1 - Bias - Mantissa) << 23);
-    const uint32_t a = code & 0x7fu;
-    const float normal = float_of((a << shift) + (static_cast<uint32_t>(127 - Bias) << 23));
-    const float subnormal = static_cast<float>(static_cast<int>(a)) * step;
-    const float magnitude = a < (1u << Mantissa) ? subnormal : normal;
-    constexpr bool has_inf = NaNCode != 0x7f;
-    const float special = has_inf && a == (NaNCode & 0x7cu) ? kInf : kNaN;
-    const uint32_t limit = has_inf ? (NaNCode & 0x7cu) : NaNCode;
-    return copysign_(a >= limit ? special : magnitude, float_of(static_cast<uint32_t>(code) << 24));
-#endif
-  }
-};
-using E4M3 = Float8<3, 7, 0x43e00000u, 0x7f>;   // max 448
-using E5M2 = Float8<2, 15, 0x47600000u, 0x7e>;  // max 57344
-
-struct BFloat16 {
-  uint16_t code;
-  static COAT_HD uint16_t encode(float x) {
-#ifdef __CUDA_ARCH__  // one instruction, the same rounding
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-#else
-    const uint32_t u = bits_of(x);
-    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
-#endif
-  }
-  static COAT_HD uint16_t encode_up(float x) {  // x >= 0: the smallest bf16 that is not below x
-    return static_cast<uint16_t>((bits_of(x) + 0xffffu) >> 16);
-  }
-  static COAT_HD float decode(uint16_t code) { return float_of(static_cast<uint32_t>(code) << 16); }
-};
-
-struct Float32 {
-  float code;
-  static COAT_HD float encode(float x) { return x; }
-  static COAT_HD float decode(float code) { return code; }
-};
 
 // ---- ranges ----
 
@@ -202,6 +46,14 @@ struct RangeWithMin : Range {
   }
 };
 
+// The same for maps, which hold no NaN: infs counts those as well.
+struct RangeWithNaN : Range {
+  COAT_HD void add(float x) {
+    Range::add(x);
+    infs += (bits_of(x) & 0x7fffffffu) > 0x7f800000u ? 1u : 0u;
+  }
+};
+
 COAT_HD void count_infs(Status* status, uint32_t infs) {
   if (infs == 0) return;
 #ifdef __CUDA_ARCH__
@@ -211,15 +63,18 @@ COAT_HD void count_infs(Status* status, uint32_t infs) {
 #endif
 }
 
-// Scale that maps the range's maximum to the largest code; 1 / max for a range of zeros.
+// Scale that maps the range's maximum to the largest code; 1 / max for a range of zeros. Of f16 the power of two that
+// is not below it (FP8-LM): codes then round as values do.
 template <class Code>
 COAT_HD float scale_for(const Range& range) {
   const float amax = range.max == 0 ? 1.f : float_of(range.max);
-  const float scale = amax / Code::max();
+  const float exact = amax / Code::max();
+  const float scale = Code::bits == 16 ? float_of((bits_of(exact) + 0x7fffffu) & 0x7f800000u) : exact;
   return scale < kMinNormal ? kMinNormal : scale;
 }
 
-// ---- views: open(b) -> what load needs of block b; seal(b, range) -> what store needs ----
+// ---- views: open(b) -> what load needs of block b; seal(b, range) -> what store needs; store = put what is scaled
+// ----
 
 template <class Code, DType Type>
 struct Plain {
@@ -259,7 +114,9 @@ struct PerTensor {
     *scale = given;
     return {1.f / given};
   }
-  COAT_HD void store(int64_t i, Sealed s, float x) const { codes[i].code = Code::encode(x * s.inverse); }
+  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
+  COAT_HD void put(int64_t i, float y) const { codes[i].code = Code::encode(y); }
+  COAT_HD void store(int64_t i, Sealed s, float x) const { put(i, scaled(s, x)); }
 };
 
 // One scale a run of N in a row; the last run of a row may be short. Scale of N = 16: bf16 rounded up, else f32.
@@ -294,7 +151,9 @@ struct Runs {
     }
     return {1.f / s};
   }
-  COAT_HD void store(int64_t i, Sealed s, float x) const { codes[i].code = Code::encode(x * s.inverse); }
+  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
+  COAT_HD void put(int64_t i, float y) const { codes[i].code = Code::encode(y); }
+  COAT_HD void store(int64_t i, Sealed s, float x) const { put(i, scaled(s, x)); }
 };
 
 // Dynamic range expansion (COAT section 3.2): x is stored as sign(x) * (|x| / centre)^k / scale, in runs of N over the
@@ -357,18 +216,113 @@ struct Expanded {
   }
 };
 
+// One f32 scale, the largest magnitude, a run of N over the flat tensor; codes of a map. Codes of 4 bits lie two a
+// byte, the first in the low half: a store of the first clears the second, so one thread stores both, in this order. A
+// run of zeros has the scale 1, and 0 where the map has no zero, so that it decodes to zeros.
+template <class Code, DType Type, int N>
+struct Mapped {
+  static constexpr Format format() { return {Type, Scaling::flat, N}; }
+  static constexpr int run = N;
+  struct Open {
+    float scale;
+  };
+  struct Sealed {
+    float inverse;
+  };
+  Code* codes;
+  float* scale;
+  Status* status;
+  explicit Mapped(const Tensor& t) : codes(t.as<Code>()), scale(t.scales<float>()), status(t.status) {}
+  COAT_HD Open open(int64_t b) const { return {scale[b]}; }
+  COAT_HD float load(int64_t i, Open o) const {
+    if constexpr (Code::bits == 8) return Code::decode(codes[i].code) * o.scale;
+    const int byte = codes[i >> 1].code;
+    return Code::decode(static_cast<uint8_t>((i & 1) != 0 ? byte >> 4 : byte & 15)) * o.scale;
+  }
+  COAT_HD Sealed seal(int64_t b, const RangeWithNaN& range) const {
+    count_infs(status, range.infs);
+    const float s = scale_for<Code>(range);
+    scale[b] = !Code::has_zero && range.max == 0 ? 0.f : s;
+    return {1.f / s};
+  }
+  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
+  COAT_HD void put(int64_t i, float y) const {
+    const uint8_t code = Code::encode(y);
+    if constexpr (Code::bits == 8)
+      codes[i].code = code;
+    else if ((i & 1) == 0)
+      codes[i >> 1].code = code;
+    else
+      codes[i >> 1].code = static_cast<uint8_t>(codes[i >> 1].code | code << 4);
+  }
+  COAT_HD void store(int64_t i, Sealed s, float x) const { put(i, scaled(s, x)); }
+};
+
+// Value and remainder, both bf16, each in a plane of its own: 16 bits of a value, unless it is not finite.
+struct BF16X2 {
+  static constexpr Format format() { return {DType::bf16, Scaling::remainder, 0}; }
+  static constexpr int run = 0;
+  struct Open {};
+  struct Sealed {};
+  BFloat16 *codes, *low;
+  explicit BF16X2(const Tensor& t) : codes(t.as<BFloat16>()), low(t.scales<BFloat16>()) {}
+  COAT_HD Open open(int64_t) const { return {}; }
+  COAT_HD float load(int64_t i, Open) const { return BFloat16::decode(codes[i].code) + BFloat16::decode(low[i].code); }
+  COAT_HD void store(int64_t i, Sealed, float x) const {
+    codes[i].code = BFloat16::encode(x);
+    const float high = BFloat16::decode(codes[i].code);
+    low[i].code = abs_(high) < kInf ? BFloat16::encode(x - high) : uint16_t{0};
+  }
+};
+
+// V without the code of 0 for what is positive: the smallest positive code instead, so that a second moment is never
+// stored as less than it can be divided by. No other code changes.
+template <class V>
+struct Floored : V {
+  using Code = std::remove_reference_t<decltype(*V::codes)>;
+  using V::V;
+  static COAT_HD float scaled(typename V::Sealed s, float x) {
+    const float y = V::scaled(s, x);
+    return x > 0.f && y < Code::least() ? Code::least() : y;
+  }
+  COAT_HD void store(int64_t i, typename V::Sealed s, float x) const { V::put(i, scaled(s, x)); }
+};
+
+// What seal takes.
+template <class V>
+using RangeOf = std::conditional_t<V::format().scaling == Scaling::expand, RangeWithMin,
+                                   std::conditional_t<V::format().scaling == Scaling::flat, RangeWithNaN, Range>>;
+
+// Whether storing turns infinities into the largest code.
+template <class V>
+constexpr bool kSaturates = V::format().dtype != DType::f32 && V::format().dtype != DType::bf16;
+
 using F32 = Plain<Float32, DType::f32>;
 using BF16 = Plain<BFloat16, DType::bf16>;
+using F16 = Plain<Float16, DType::f16>;
+using F16T = PerTensor<Float16, DType::f16>;
 using E4M3T = PerTensor<E4M3, DType::e4m3>;
 using E5M2T = PerTensor<E5M2, DType::e5m2>;
 using E4M3G16 = Runs<E4M3, DType::e4m3, 16>;
+using E4M3G64 = Runs<E4M3, DType::e4m3, 64>;
 using E4M3G128 = Runs<E4M3, DType::e4m3, 128>;
+using E4M3G256 = Runs<E4M3, DType::e4m3, 256>;
+using E4M3X64 = Expanded<E4M3, DType::e4m3, 64>;
 using E4M3X128 = Expanded<E4M3, DType::e4m3, 128>;
+using E4M3X256 = Expanded<E4M3, DType::e4m3, 256>;
 using E5M2G128 = Runs<E5M2, DType::e5m2, 128>;
 using E5M2X128 = Expanded<E5M2, DType::e5m2, 128>;
+using D8G256 = Mapped<D8, DType::d8, 256>;
+using U8G256 = Mapped<U8, DType::u8, 256>;
+using D4G128 = Mapped<D4, DType::d4, 128>;
+using U4G128 = Mapped<U4, DType::u4, 128>;
 
 template <class... V>
 struct Views {};
+
+// Formats that second moments may have with a floor: those that can lose what is small in a run.
+using FlooredViews = Views<Floored<F16T>, Floored<E4M3T>, Floored<E5M2T>, Floored<E4M3G64>, Floored<E4M3G128>,
+                           Floored<E4M3G256>, Floored<E5M2G128>, Floored<U8G256>>;
 
 // Calls f with the view of t, one of the list named by the op: what is listed is what gets compiled.
 template <class... V, class F>

@@ -161,6 +161,7 @@ COAT_HD float gelu_derivative(float x) { return fma_(x, 0.398942280f * exp_(-0.5
 // One AdamW update (COAT section 1.3 order: moments, bias-corrected denominator with eps outside the root, decoupled
 // decay on the old parameter). gain = 1 - beta; correct1 = 1 - beta1^t, correct2 = sqrt(1 - beta2^t).
 struct AdamW {
+  static constexpr int moments = 2;
   float lr, beta1, gain1, beta2, gain2, weight_decay;
   float root, floor;  // the denominator is root sqrt(v) + floor
   template <class Args>
@@ -180,6 +181,46 @@ struct AdamW {
   }
 };
 
+// One Lion update (Chen et al., 2023, arXiv 2302.06675, algorithm 2): the sign of one average moves the parameter,
+// another one is kept. sign(0) = 0, and NaN stays NaN.
+struct Lion {
+  static constexpr int moments = 1;
+  float lr, beta1, gain1, beta2, gain2, weight_decay;
+  template <class Args>
+  explicit Lion(const Args& args)
+      : lr(args.lr),
+        beta1(args.beta1),
+        gain1(args.gain1),
+        beta2(args.beta2),
+        gain2(args.gain2),
+        weight_decay(args.weight_decay) {}
+  COAT_HD void update(float& p, float g, float& m) const {
+    const float c = fma_(m, beta1, gain1 * g);
+    p = p - lr * fma_(p, weight_decay, c > 0.f ? 1.f : (c < 0.f ? -1.f : c));
+    m = fma_(m, beta2, gain2 * g);
+  }
+};
+
+// One update of SGD with momentum, as PyTorch has it: decay is a part of the gradient, and the caller's gain is 1 at
+// the first step, then 1 - dampening.
+struct Sgd {
+  static constexpr int moments = 1;
+  float lr, momentum, gain, weight_decay;
+  bool nesterov;
+  template <class Args>
+  explicit Sgd(const Args& args)
+      : lr(args.lr),
+        momentum(args.momentum),
+        gain(args.gain),
+        weight_decay(args.weight_decay),
+        nesterov(args.nesterov != 0) {}
+  COAT_HD void update(float& p, float g, float& m) const {
+    const float d = fma_(p, weight_decay, g);
+    m = fma_(m, momentum, gain * d);
+    p = p - lr * (nesterov ? fma_(m, momentum, d) : m);
+  }
+};
+
 // Philox 4x32-10: 128 random bits for (seed, counter), the same on every device and after a resume.
 struct Random {
   uint32_t word[4];
@@ -196,6 +237,8 @@ struct Random {
       k1 += 0xBB67AE85u;
     }
   }
+  // 16 bits, i < 8
+  COAT_HD uint32_t half(int i) const { return word[i / 2] >> (i % 2 * 16) & 0xffffu; }
   // in (0, 1): 23 random bits and a half
   COAT_HD float uniform(int i) const { return (static_cast<float>(word[i] >> 9) + 0.5f) * 1.1920929e-7f; }
   // standard normal by Box-Muller: sqrt(-2 ln u) cos(2 pi w), the cosine folded to [-pi/4, pi/4]
@@ -211,5 +254,25 @@ struct Random {
     return radius * ((quarter == 1 || quarter == 2) ? -value : value);
   }
 };
+
+// ---- rounding of parameters to bf16 ----
+
+// Stochastic rounding: one draw of Random serves kDrawn consecutive elements, element e its half e % kDrawn, so that
+// the bits depend on the seed, the member of the list and the element alone.
+constexpr int kDrawn = 8;
+COAT_HD Random rounding_bits(uint64_t seed, int64_t member, int64_t element) {
+  return Random(seed, static_cast<uint64_t>(member) << 40 | static_cast<uint64_t>(element / kDrawn));
+}
+// x as a bf16, up with the probability of what is cut off; NaN and infinities stay.
+COAT_HD float round_stochastic(float x, uint32_t bits) {
+  const uint32_t u = bits_of(x);
+  return (u & 0x7f800000u) == 0x7f800000u ? x : float_of((u + bits) & 0xffff0000u);
+}
+// x as a bf16, and in `lost` what that loses; nothing of what is no number.
+COAT_HD float round_kahan(float x, float& lost) {
+  const float kept = BFloat16::decode(BFloat16::encode(x));
+  lost = abs_(kept) < kInf ? x - kept : 0.f;
+  return kept;
+}
 
 }  // namespace coat

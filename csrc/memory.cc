@@ -108,7 +108,7 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
   const int64_t bytes = bytes_of(format, shape);
   uint8_t* data = device == Device::cuda ? allocate_on_device(bytes) : allocate(bytes);
   if (format.scaling != Scaling::none) {  // the padding between codes and scales is part of what read() gives
-    const int64_t codes = shape.numel() * code_bytes(format.dtype), padding = scales_offset(format, shape) - codes;
+    const int64_t codes = code_bytes(format.dtype, shape.numel()), padding = scales_offset(format, shape) - codes;
     device == Device::cuda ? cuda::fill(data + codes, 0, padding) : void(std::memset(data + codes, 0, padding));
   }
   int64_t index;

@@ -19,6 +19,7 @@ namespace coat {
 #define F32(name) float name = 0;
 #define I64(name) int64_t name = 0;
 #define SEED(name) uint64_t name = 0;
+#define ENUM(name, words) int32_t name = 0;
 #define ONLY(names, words)
 #define OP(family, name, doc, ...) \
   struct name##_args {             \
@@ -51,6 +52,7 @@ namespace coat {
 #undef F32
 #undef I64
 #undef SEED
+#undef ENUM
 
 // 3. visit(args, f): f(name, value) for every argument in order.
 #define IN(name, formats, dims) f(#name, args.name);
@@ -65,6 +67,7 @@ namespace coat {
 #define F32(name) f(#name, args.name);
 #define I64(name) f(#name, args.name);
 #define SEED(name) f(#name, args.name);
+#define ENUM(name, words) f(#name, args.name);
 #define OP(family, name, doc, ...)       \
   template <class F>                     \
   void visit(name##_args& args, F&& f) { \
@@ -84,6 +87,7 @@ namespace coat {
 #undef F32
 #undef I64
 #undef SEED
+#undef ENUM
 #undef ONLY
 
 }  // namespace coat

@@ -41,10 +41,12 @@ template <class... Parts>
   throw Error(code, argument, text.str());
 }
 
-enum class DType : uint8_t { f32, bf16, e4m3, e5m2, i32 };
+// d8, u8, d4, u4: codes of maps, of 8 or 4 bits, for signed and for positive numbers.
+enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, d8, u8, d4, u4, i32 };
 // none: plain values. tensor: one f32 scale (/t). run: a scale a run of n in a row (/gN; bf16 rounded up for n = 16,
-// else f32). expand: runs of n over the flat tensor with f32 scale, exponent k and centre (/xN).
-enum class Scaling : uint8_t { none, tensor, run, expand };
+// else f32). flat: an f32 scale a run of n over the flat tensor (/gN of maps). expand: the same with exponent k and
+// centre (/xN). remainder: a second code an element, for what the first leaves (bf16x2).
+enum class Scaling : uint8_t { none, tensor, run, flat, expand, remainder };
 
 struct Format {
   DType dtype = DType::f32;
@@ -59,13 +61,24 @@ inline constexpr struct {
 } kFormats[] = {
     {"f32", {DType::f32, Scaling::none, 0}},
     {"bf16", {DType::bf16, Scaling::none, 0}},
+    {"f16", {DType::f16, Scaling::none, 0}},
+    {"bf16x2", {DType::bf16, Scaling::remainder, 0}},
+    {"f16/t", {DType::f16, Scaling::tensor, 0}},
     {"e4m3/t", {DType::e4m3, Scaling::tensor, 0}},
     {"e5m2/t", {DType::e5m2, Scaling::tensor, 0}},
     {"e4m3/g16", {DType::e4m3, Scaling::run, 16}},
+    {"e4m3/g64", {DType::e4m3, Scaling::run, 64}},
     {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
+    {"e4m3/g256", {DType::e4m3, Scaling::run, 256}},
+    {"e4m3/x64", {DType::e4m3, Scaling::expand, 64}},
     {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}},
+    {"e4m3/x256", {DType::e4m3, Scaling::expand, 256}},
     {"e5m2/g128", {DType::e5m2, Scaling::run, 128}},
     {"e5m2/x128", {DType::e5m2, Scaling::expand, 128}},
+    {"d8/g256", {DType::d8, Scaling::flat, 256}},
+    {"u8/g256", {DType::u8, Scaling::flat, 256}},
+    {"d4/g128", {DType::d4, Scaling::flat, 128}},
+    {"u4/g128", {DType::u4, Scaling::flat, 128}},
     {"i32", {DType::i32, Scaling::none, 0}},
 };
 
@@ -84,9 +97,23 @@ inline Format parse_format(std::string_view word, const std::string& argument) {
   fail("format", argument, argument, " is \"", word, "\", which is no format; the formats are ", known);
 }
 
-inline int64_t code_bytes(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::i32 ? 4 : dtype == DType::bf16 ? 2 : 1;
+inline int64_t code_bits(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+    case DType::i32:
+      return 32;
+    case DType::bf16:
+    case DType::f16:
+      return 16;
+    case DType::d4:
+    case DType::u4:
+      return 4;
+    default:
+      return 8;
+  }
 }
+// Bytes of n codes; those of 4 bits lie two a byte.
+inline int64_t code_bytes(DType dtype, int64_t n) { return (n * code_bits(dtype) + 7) / 8; }
 
 constexpr int kMaxRank = 4;
 
@@ -128,25 +155,29 @@ inline int64_t blocks_of(const Format& format, const Shape& shape) {
       return 1;
     case Scaling::run:
       return shape.rows() * ((shape.cols() + format.run - 1) / format.run);
+    case Scaling::flat:
     case Scaling::expand:
       return (shape.numel() + format.run - 1) / format.run;
+    case Scaling::remainder:
+      return shape.numel();
   }
   return 0;
 }
 
-// Bytes of one block's numbers: bf16 or f32 scale, or scale, k and centre.
+// Bytes of one block's numbers: bf16 or f32 scale, or scale, k and centre, or a remainder.
 inline int64_t block_bytes(const Format& format) {
   if (format.scaling == Scaling::expand) return 12;
+  if (format.scaling == Scaling::remainder) return 2;
   return format.scaling == Scaling::run && format.run == 16 ? 2 : 4;
 }
 
 // Where the scales begin: after the codes, on a 16-byte boundary.
 inline int64_t scales_offset(const Format& format, const Shape& shape) {
-  return (shape.numel() * code_bytes(format.dtype) + 15) / 16 * 16;
+  return (code_bytes(format.dtype, shape.numel()) + 15) / 16 * 16;
 }
 
 inline int64_t bytes_of(const Format& format, const Shape& shape) {
-  if (format.scaling == Scaling::none) return shape.numel() * code_bytes(format.dtype);
+  if (format.scaling == Scaling::none) return code_bytes(format.dtype, shape.numel());
   return scales_offset(format, shape) + blocks_of(format, shape) * block_bytes(format);
 }
 
@@ -156,7 +187,7 @@ inline const char* word_of(Device device) { return device == Device::cpu ? "cpu"
 // What kernels report: counters, and the first value that broke a rule where a kernel cannot throw. It lives in memory
 // that the host can read at any time.
 struct Status {
-  int64_t infs = 0;              // infinities that a quantizing store saturated
+  int64_t infs = 0;              // infinities that a quantizing store saturated, and NaNs that a map cannot hold
   unsigned long long fault = 0;  // 0, or the kind of fault (Fault)
   int64_t fault_index = 0, fault_value = 0, fault_limit = 0;
 };

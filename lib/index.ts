@@ -18,7 +18,26 @@ export {
 } from './modules.ts'
 export { CoatError, type MemoryUsage } from './native.ts'
 export * as ops from './ops.ts'
-export { AdamW, type AdamWOptions, type AdamWOverride, adamw, type GradientNorm } from './optimizer.ts'
+export {
+  AdamW,
+  type AdamWOptions,
+  type AdamWOverride,
+  adamw,
+  type FullOptions,
+  type GradientNorm,
+  Lion,
+  type LionOptions,
+  type LionOverride,
+  lion,
+  Optimizer,
+  optimizerOf,
+  type ParamState,
+  type Rounding,
+  Sgd,
+  type SgdOptions,
+  type SgdOverride,
+  sgd,
+} from './optimizer.ts'
 export { type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { constant, cosine, type Schedule } from './schedule.ts'
 export { type LedgerRow, noGrad, Tape } from './tape.ts'

@@ -14,6 +14,12 @@ import {
   Tensor,
 } from './tensor.ts'
 
+// The formats and the pairs of formats that AdamW has for its moments.
+const adamw = native.table().find(({ name }) => name === 'adamw')
+function momentFormats(moment: 'm' | 'v'): readonly Format[] {
+  return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
+}
+
 const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   x: ['f32', 'bf16', 'e4m3/t'],
   w: ['f32', 'bf16', 'e4m3/t'],
@@ -23,9 +29,10 @@ const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   stream: ['f32', 'bf16'],
   param: ['f32', 'bf16'],
   master: ['f32', null],
+  rounding: ['nearest', 'stochastic', 'kahan'],
   dw: ['f32', 'bf16'],
-  m: ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128'],
-  v: ['f32', 'bf16', 'e4m3/g128', 'e4m3/x128'],
+  m: momentFormats('m') as Recipe['m'][],
+  v: momentFormats('v') as Recipe['v'][],
 }
 
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
@@ -40,8 +47,18 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   },
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
   { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
-  { text: 'm and v must have one format', holds: ({ m, v }) => m === v },
+  {
+    text: 'm and v must be a pair of formats that adamw has',
+    holds: ({ m, v }) =>
+      adamw?.only.some(
+        ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
+      ) ?? false,
+  },
   { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
+  {
+    text: "rounding other than 'nearest' needs param 'bf16' and no master",
+    holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
+  },
 ]
 
 /** A recipe by name, or one of the caller's: unknown names, axes, formats and illegal combinations are refused. */

@@ -4,11 +4,13 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
 
 export interface NativeOps {
-  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g128' | 'e4m3/x128' | 'e5m2/g128' | 'e5m2/x128'): Handle
+  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
+  /** y = x in the format of y as convert makes it, but no positive value becomes the code of 0: the smallest positive code instead. For second moments, which are divided by. x […], scale [1], y […]. */
+  convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert. x [M, N], scale [1], y [N, M]. */
   convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t'): Handle
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
@@ -59,8 +61,12 @@ export interface NativeOps {
   matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
   /** y = a^T b. a [K, M], b [K, N], y [M, N]. */
   matmul_tn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
-  /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats. master, when given, is the FP32 parameter and p its rounded copy. p […], master […], g […], m […], v […], clip [2]. */
-  adamw(p: readonly Handle[], master: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], v: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, eps: number, weight_decay: number, correct1: number, correct2: number): void
+  /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats; with v_floor no positive v is stored as 0. master, when given, is the FP32 parameter and p its rounded copy. A bf16 p is rounded to nearest, or up with the probability of what is left over (stochastic: the bits of seed, the index in the list and the element), or to nearest with what that lost kept in lost and added back before the next update (kahan). p […], master […], lost […], g […], m […], v […], clip [2]. */
+  adamw(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], v: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, eps: number, weight_decay: number, correct1: number, correct2: number, v_floor: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
+  /** Lion on a list of parameters: p -= lr (p weight_decay + sign(beta1 m + gain1 g)) with sign(0) = 0, then m = beta2 m + gain2 g; clip, master, lost and rounding as in adamw. p […], master […], lost […], g […], m […], clip [2]. */
+  lion(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, weight_decay: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
+  /** SGD with momentum on a list of parameters: d = g + weight_decay p, m = momentum m + gain d, p -= lr m, or p -= lr (d + momentum m) with nesterov; clip, master, lost and rounding as in adamw. p […], master […], lost […], g […], m […], clip [2]. */
+  sgd(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, momentum: number, gain: number, weight_decay: number, nesterov: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
   /** norm = sqrt of the sum of all squares (pieces of 16 in FP32, added in FP64, fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
   grad_norm(g: readonly Handle[], max_norm: number): [norm: Handle, norms: Handle, clip: Handle]
   /** y[i] = mean + std * standard normal of (seed, i): the same bits on every device. y [M, N]. */

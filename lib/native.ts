@@ -59,9 +59,12 @@ export interface OpArgument {
     | 'f32'
     | 'i64'
     | 'seed'
+    | 'word'
   name: string
   formats: AnyFormat[]
   dims: string
+  /** What a word may be. */
+  words: string[]
 }
 
 /** One line of csrc/ops.def. */
@@ -70,7 +73,8 @@ export interface OpEntry {
   name: string
   doc: string
   arguments: OpArgument[]
-  only: { names: string[]; combinations: (AnyFormat | null)[][] }
+  /** Legal combinations of formats of some arguments; all hold. */
+  only: { names: string[]; combinations: (AnyFormat | null)[][] }[]
 }
 
 /** The addon: the ops of the table and what holds their tensors. */

@@ -1,118 +1,299 @@
-// AdamW: which parameters with which formats, one native call for many tensors; clipping stays on the device.
+// Optimizers: which parameters with which formats, one native call for many tensors; clipping stays on the device.
 import type { Module, Param } from './modules.ts'
-import { CoatError, native } from './native.ts'
+import type { Handle } from './native.gen.ts'
+import { CoatError, native, type OpEntry } from './native.ts'
 import type { Recipe } from './recipes.ts'
 import { type Format, scope, Tensor } from './tensor.ts'
 
-export interface AdamWOptions {
-  /** Learning rate, times the schedule's factor (default 1e-3). */
+/** How a bf16 parameter that has no master is rounded. */
+export type Rounding = Recipe['rounding']
+
+interface Shared<Override> {
+  /** Learning rate, times the schedule's factor (default 1e-3; of `lion` 1e-4). */
   lr?: number
-  /** Decay of the first and the second moment (default 0.9, 0.95). */
-  betas?: readonly [number, number]
-  /** Added to sqrt(v) after its bias correction (default 1e-8). */
-  eps?: number
-  /** Decoupled decay of matrices and embeddings (default 0.1); norms, biases and all 1-D tensors have none. */
+  /**
+   * Decay of matrices and embeddings (default 0.1; of `sgd` 0); norms, biases and all 1-D tensors have none. Decoupled,
+   * p -= lr weightDecay p, but with `sgd`, where it is a part of the gradient.
+   */
   weightDecay?: number
+  /** Rounding of bf16 parameters, instead of the recipe's; parameters in other formats are rounded to nearest. */
+  rounding?: Rounding
+  /** Seed of stochastic rounding (default 0): the bits come from it, the step, and the place of the element. */
+  seed?: number
   /** Parameters with values of their own; where several match, the last that has a value gives it. */
-  parameters?: readonly AdamWOverride[]
-  /** Take formats of v that store small values as 0, after which one step can be thousands of learning rates (default no). */
-  allowUnsafe?: boolean
+  parameters?: readonly Override[]
 }
 
 /** What the parameters that `match` names do differently. */
-export interface AdamWOverride {
+interface SharedOverride {
   /** A name as checkpoints have it; `*` stands for anything: `model.embed_tokens.*`. */
   match: string
   /** Learning rate, times the schedule's factor. */
   lr?: number
+  /** Decay, also of what has none by default. */
+  weightDecay?: number
+  /** Format of the first moment; it, or the pair m, v, must be one that the optimizer has. */
+  m?: Recipe['m']
+}
+
+/**
+ * AdamW (Loshchilov and Hutter, arXiv 1711.05101) at step t, element by element:
+ * m = β1 m + (1 - β1) g, v = β2 v + (1 - β2) g², p -= lr (weightDecay p + m̂ / (√v̂ + eps)) with m̂ = m / (1 - β1^t),
+ * v̂ = v / (1 - β2^t). m and v [1, n] in the recipe's formats.
+ */
+export interface AdamWOptions extends Shared<AdamWOverride> {
+  /** Decay of the first and the second moment (default 0.9, 0.95). */
+  betas?: readonly [number, number]
+  /** Added to sqrt(v) after its bias correction (default 1e-8). */
+  eps?: number
+  /** Store no positive v as 0 in formats without range expansion, which could (default yes). */
+  vFloor?: boolean
+  /**
+   * Take formats of v after which one step can be more than ten learning rates (default no): those without range expansion
+   * if there is no vFloor, or a second beta above 0.99, with which they round what is added to small values away.
+   */
+  allowUnsafe?: boolean
+}
+
+export interface AdamWOverride extends SharedOverride {
   betas?: readonly [number, number]
   eps?: number
-  /** Decoupled decay, also of what has none by default. */
-  weightDecay?: number
-  /** Format of the first moment; the pair m, v must be one that the optimizer has. */
-  m?: Recipe['m']
   /** Format of the second moment. */
   v?: Recipe['v']
 }
 
-const defaults: Required<AdamWOptions> = {
-  lr: 1e-3,
-  betas: [0.9, 0.95],
-  eps: 1e-8,
-  weightDecay: 0.1,
-  parameters: [],
-  allowUnsafe: false,
+/**
+ * Lion (Chen et al., arXiv 2302.06675), element by element: p -= lr (weightDecay p + sign(β1 m + (1 - β1) g)) with
+ * sign(0) = 0, then m = β2 m + (1 - β2) g. m [1, n] in the recipe's format of the first moment.
+ */
+export interface LionOptions extends Shared<LionOverride> {
+  /** Weights of m in the update and in the next m (default 0.9, 0.99). */
+  betas?: readonly [number, number]
 }
-const overrides = ['match', 'lr', 'betas', 'eps', 'weightDecay', 'm', 'v']
+
+export interface LionOverride extends SharedOverride {
+  betas?: readonly [number, number]
+}
+
+/**
+ * SGD with momentum as PyTorch's, element by element: d = g + weightDecay p, m = momentum m + (1 - dampening) d (at the
+ * first step m = d), p -= lr m, or p -= lr (d + momentum m) with nesterov. m [1, n] in the recipe's format of the first
+ * moment.
+ */
+export interface SgdOptions extends Shared<SgdOverride> {
+  /** Part of m that stays (default 0.9). */
+  momentum?: number
+  /** Part of the gradient that m does not take, after the first step (default 0). */
+  dampening?: number
+  /** Look ahead by one momentum (default no); needs a momentum and no dampening. */
+  nesterov?: boolean
+}
+
+export interface SgdOverride extends SharedOverride {
+  momentum?: number
+}
+
+type Full<Options extends { rounding?: Rounding }, Name extends string> = Required<Omit<Options, 'rounding'>> & {
+  rule: Name
+  rounding?: Rounding
+}
+export type FullAdamWOptions = Full<AdamWOptions, 'adamw'>
+export type FullLionOptions = Full<LionOptions, 'lion'>
+export type FullSgdOptions = Full<SgdOptions, 'sgd'>
+/** What `adamw`, `lion` and `sgd` return: checked options with defaults filled in, and which rule they are for. */
+export type FullOptions = FullAdamWOptions | FullLionOptions | FullSgdOptions
+
+/** Numbers of all rules; each uses its own. */
+interface Numbers {
+  lr: number
+  weightDecay: number
+  betas: readonly [number, number]
+  eps: number
+  vFloor: boolean
+  momentum: number
+  dampening: number
+  nesterov: boolean
+}
+
+/** What one native call takes of a list of slots; handles of tensors of any shape, states [1, n]. */
+interface Call {
+  p: Handle[]
+  master: Handle[] | null
+  lost: Handle[] | null
+  g: Handle[]
+  m: Handle[]
+  v: Handle[]
+  clip: Handle | null
+  rounding: Rounding
+  seed: number
+  /** The number of this step, from 1. */
+  t: number
+}
+
+/** A rule: defaults, what a parameter may have of its own besides `match`, and its native call. */
+interface Rule<Options extends FullOptions> {
+  defaults: Options
+  own: readonly string[]
+  /** States besides the master: the arguments of the native op. */
+  moments: readonly ('m' | 'v')[]
+  run(call: Call, numbers: Numbers): void
+}
+
+const shared = { weightDecay: 0.1, seed: 0, parameters: [] }
+const sharedOwn = ['lr', 'weightDecay', 'm']
+
+// 1 - beta and 1 - beta^t are computed in float64: in f32 they lose most digits for beta near 1.
+const rules: { [Options in FullOptions as Options['rule']]: Rule<Options> } = {
+  adamw: {
+    defaults: { ...shared, rule: 'adamw', lr: 1e-3, betas: [0.9, 0.95], eps: 1e-8, vFloor: true, allowUnsafe: false },
+    own: [...sharedOwn, 'betas', 'eps', 'v'],
+    moments: ['m', 'v'],
+    run(
+      { p, master, lost, g, m, v, clip, rounding, seed, t },
+      { lr, betas: [beta1, beta2], eps, weightDecay, vFloor },
+    ) {
+      const corrections = [1 - beta1 ** t, Math.sqrt(1 - beta2 ** t)] as const
+      const averages = [beta1, 1 - beta1, beta2, 1 - beta2] as const
+      const end = [Number(vFloor), rounding, seed] as const
+      native.adamw(p, master, lost, g, m, v, clip, lr, ...averages, eps, weightDecay, ...corrections, ...end)
+    },
+  },
+  lion: {
+    defaults: { ...shared, rule: 'lion', lr: 1e-4, betas: [0.9, 0.99] },
+    own: [...sharedOwn, 'betas'],
+    moments: ['m'],
+    run({ p, master, lost, g, m, clip, rounding, seed }, { lr, betas: [beta1, beta2], weightDecay }) {
+      const averages = [beta1, 1 - beta1, beta2, 1 - beta2] as const
+      native.lion(p, master, lost, g, m, clip, lr, ...averages, weightDecay, rounding, seed)
+    },
+  },
+  sgd: {
+    defaults: { ...shared, weightDecay: 0, rule: 'sgd', lr: 1e-3, momentum: 0.9, dampening: 0, nesterov: false },
+    own: [...sharedOwn, 'momentum'],
+    moments: ['m'],
+    run({ p, master, lost, g, m, clip, rounding, seed, t }, { lr, momentum, dampening, nesterov, weightDecay }) {
+      const gain = t === 1 || momentum === 0 ? 1 : 1 - dampening
+      native.sgd(p, master, lost, g, m, clip, lr, momentum, gain, weightDecay, Number(nesterov), rounding, seed)
+    },
+  },
+}
 
 /** Checked options with defaults filled in; for `new Trainer(model, { optimizer: adamw({ … }) })`. */
-export function adamw(options: AdamWOptions = {}): Required<AdamWOptions> {
-  checkNames(options, Object.keys(defaults), '')
-  const full = { ...defaults, ...options }
-  checkNumbers(full, '')
-  full.parameters.forEach((override, i) => {
+export function adamw(options: AdamWOptions = {}): FullAdamWOptions {
+  return filled(options, rules.adamw)
+}
+
+/** The same for Lion. */
+export function lion(options: LionOptions = {}): FullLionOptions {
+  return filled(options, rules.lion)
+}
+
+/** The same for SGD with momentum. */
+export function sgd(options: SgdOptions = {}): FullSgdOptions {
+  const full = filled(options, rules.sgd)
+  if (full.nesterov && (full.momentum === 0 || full.dampening !== 0))
+    throw new CoatError(
+      `sgd: nesterov needs momentum greater than 0 and dampening 0, which are ${full.momentum} and ${full.dampening}`,
+      'value',
+      'sgd',
+      'nesterov',
+    )
+  return full
+}
+
+function filled<Options extends FullOptions>(options: Partial<Options>, rule: Rule<Options>): Options {
+  const { rule: name } = rule.defaults
+  if (options.rule !== undefined && options.rule !== name)
+    throw new CoatError(`${name}: options are those of ${options.rule}`, 'option', name, 'rule')
+  const { rule: _, ...names } = rule.defaults
+  checkNames(name, options, [...Object.keys(names), 'rounding'], '')
+  const given = Object.fromEntries(Object.entries(options).filter(([, value]) => value !== undefined))
+  const full: Options = { ...rule.defaults, ...given }
+  checkNumbers(name, full, '')
+  full.parameters.forEach((override: SharedOverride, i: number) => {
     const where = `parameters[${i}].`
-    checkNames(override, overrides, where)
+    checkNames(name, override, ['match', ...rule.own], where)
     if (typeof override.match !== 'string')
       throw new CoatError(
-        `adamw: ${where}match is ${override.match} and must be the name of parameters`,
+        `${name}: ${where}match is ${override.match} and must be the name of parameters`,
         'type',
-        'adamw',
+        name,
         `${where}match`,
       )
-    checkNumbers(override, where)
+    checkNumbers(name, override, where)
     if (override.lr !== undefined && full.lr === 0)
       throw new CoatError(
-        `adamw: ${where}lr is ${override.lr} and lr is 0, which must be greater: the schedule scales both alike`,
+        `${name}: ${where}lr is ${override.lr} and lr is 0, which must be greater: the schedule scales both alike`,
         'value',
-        'adamw',
+        name,
         `${where}lr`,
       )
   })
   return full
 }
 
-function checkNames(options: object, names: readonly string[], where: string): void {
+function checkNames(rule: string, options: object, names: readonly string[], where: string): void {
   for (const key of Object.keys(options))
-    if (!names.includes(key))
+    if (key !== 'rule' && !names.includes(key))
       throw new CoatError(
-        `adamw: option '${where}${key}' is unknown; the options are ${names.join(', ')}`,
+        `${rule}: option '${where}${key}' is unknown; the options are ${names.join(', ')}`,
         'option',
-        'adamw',
+        rule,
         `${where}${key}`,
       )
 }
 
-function checkNumbers({ lr, betas, eps, weightDecay }: Omit<AdamWOptions, 'parameters'>, where: string): void {
-  const demand = (name: string, value: number | undefined, holds: (value: number) => boolean, rule: string) => {
-    if (value !== undefined && !holds(value))
-      throw new CoatError(`adamw: ${where}${name} is ${value} and must be ${rule}`, 'value', 'adamw', `${where}${name}`)
+function checkNumbers(
+  rule: string,
+  values: Partial<Numbers> & { seed?: number; rounding?: string },
+  where: string,
+): void {
+  const demand = (name: string, value: unknown, holds: (value: number) => boolean, rules: string) => {
+    if (value !== undefined && !holds(value as number))
+      throw new CoatError(`${rule}: ${where}${name} is ${value} and must be ${rules}`, 'value', rule, `${where}${name}`)
   }
-  demand('lr', lr, (value) => Number.isFinite(value) && value >= 0, 'a finite number of at least 0')
-  demand('eps', eps, (value) => value > 0, 'greater than 0')
-  demand('weightDecay', weightDecay, (value) => value >= 0, 'at least 0')
-  betas?.forEach((beta, i) => {
-    demand(`betas[${i}]`, beta, (value) => value >= 0 && value < 1, 'at least 0 and less than 1')
+  const part = (value: number) => value >= 0 && value < 1
+  demand('lr', values.lr, (value) => Number.isFinite(value) && value >= 0, 'a finite number of at least 0')
+  demand('eps', values.eps, (value) => value > 0, 'greater than 0')
+  demand('weightDecay', values.weightDecay, (value) => value >= 0, 'at least 0')
+  demand('momentum', values.momentum, part, 'at least 0 and less than 1')
+  demand('dampening', values.dampening, (value) => value >= 0 && value <= 1, 'from 0 to 1')
+  demand('seed', values.seed, (value) => Number.isSafeInteger(value) && value >= 0, 'an integer from 0 to 2^53')
+  values.betas?.forEach((beta, i) => {
+    demand(`betas[${i}]`, beta, part, 'at least 0 and less than 1')
   })
+  const words = entryOf(rule).arguments.find(({ name }) => name === 'rounding')?.words ?? []
+  demand('rounding', values.rounding, () => words.includes(values.rounding as string), `one of ${words.join(', ')}`)
 }
 
-/** The numbers of one native call; parameters that share them go together. */
-interface Group {
-  /** Learning rate as a part of the optimizer's. */
-  share: number
-  betas: readonly [number, number]
-  eps: number
-  decay: number
+function entryOf(rule: string): OpEntry {
+  return native.table().find(({ name }) => name === rule) as OpEntry
 }
 
 interface Slot {
   param: Param
-  group: Group
-  /** Equal for slots that one native call takes together. */
-  call: string
+  numbers: Numbers
+  /** Learning rate as a part of the optimizer's. */
+  share: number
+  rounding: Rounding
+  /** Equal for slots that one native call takes together: the place of the first of them. */
+  call: number
   master: Tensor | null
+  lost: Tensor | null
   m: Tensor
-  v: Tensor
+  v: Tensor | null
+}
+
+/** The tensors of one parameter's state: moments, seen as [1, n], what a master keeps, what Kahan's rounding has lost. */
+export interface ParamState {
+  /** f32, in the parameter's shape. */
+  master: Tensor | null
+  /** bf16, in the parameter's shape. */
+  lost: Tensor | null
+  /** [1, n] in the recipe's format. */
+  m: Tensor
+  /** [1, n] in the recipe's format; null where the rule has one moment. */
+  v: Tensor | null
 }
 
 /** Norm of all gradients and what the next step does with it; device tensors, read when wanted. */
@@ -125,67 +306,86 @@ export interface GradientNorm {
   clip: Tensor
 }
 
-/** AdamW over the parameters of a module that are not frozen, with the state formats of a recipe. */
-export class AdamW implements Disposable {
-  readonly options: Required<AdamWOptions>
+/** What an optimizer reads of a recipe. */
+export type OptimizerRecipe = Pick<Recipe, 'master' | 'm' | 'v'> & { rounding?: Rounding }
+
+/** A rule over the parameters of a module that are not frozen, with the state formats of a recipe. */
+export class Optimizer<Options extends FullOptions = FullOptions> implements Disposable {
+  readonly options: Options
   readonly params: readonly Param[]
   /** Steps done: t of the bias correction. Skipped steps do not count. */
   steps = 0
   #slots: Slot[]
 
-  constructor(module: Module, recipe: Pick<Recipe, 'master' | 'm' | 'v'>, options: AdamWOptions = {}) {
-    this.options = adamw(options)
+  constructor(module: Module, recipe: OptimizerRecipe, options: Options) {
+    this.options = options
+    const { rule, lr, parameters } = options
+    const { moments } = rules[rule]
     this.params = module.parameters().filter((param) => !param.frozen)
     if (this.params.length === 0)
-      throw new CoatError('adamw: the module has no parameter to train', 'value', 'adamw', 'module')
-    const { lr, parameters } = this.options
+      throw new CoatError(`${rule}: the module has no parameter to train`, 'value', rule, 'module')
     const matched = parameters.map(({ match }, i) => {
       const named = new Set(module.parameters(match))
       if (named.size === 0)
         throw new CoatError(
-          `adamw: parameters[${i}].match is '${match}', which no parameter of the module is named like`,
+          `${rule}: parameters[${i}].match is '${match}', which no parameter of the module is named like`,
           'value',
-          'adamw',
+          rule,
           `parameters[${i}].match`,
         )
       return named
     })
-    const pairs = native.table().find((row) => row.name === 'adamw')?.only.combinations ?? []
+    const rounding = options.rounding ?? recipe.rounding ?? 'nearest'
+    checkRounding(rule, rounding, recipe, this.params)
+    const entry = entryOf(rule)
+    const calls = new Map<string, number>()
     const plans = this.params.map((param) => {
       const given = parameters.filter((_, i) => matched[i]?.has(param)).flatMap((override) => Object.entries(override))
       const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
-      const all = { ...this.options, m: recipe.m, v: recipe.v, ...own }
-      checkPair(param, all.m, all.v, pairs)
-      if (!this.options.allowUnsafe) checkSafe(param, all.v)
-      const decay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
-      const group: Group = { share: lr > 0 ? all.lr / lr : 1, betas: all.betas, eps: all.eps, decay }
-      return { param, group, m: all.m, v: all.v }
+      const all = { ...rules.sgd.defaults, ...rules.adamw.defaults, ...options, m: recipe.m, v: recipe.v, ...own }
+      checkMoments(param, all, entry)
+      if (rule === 'adamw' && !all.allowUnsafe) checkSafe(param, all)
+      const { betas, eps, vFloor, momentum, dampening, nesterov } = all
+      const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
+      const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
+      const narrow = param.tensor.format === 'bf16'
+      const doubled = narrow && recipe.master !== null
+      const mode = narrow ? rounding : 'nearest'
+      const key = JSON.stringify([numbers, doubled, mode])
+      const call = calls.get(key) ?? calls.size
+      calls.set(key, call)
+      const share = lr > 0 ? all.lr / lr : 1
+      return { param, numbers, share, rounding: mode, call, doubled, m: all.m, v: all.v }
     })
-    this.#slots = plans.map(({ param, group, m, v }) =>
+    this.#slots = plans.map(({ doubled, m, v, ...plan }) =>
       scope(() => {
-        const doubled = recipe.master !== null && param.tensor.format === 'bf16'
+        const { tensor } = plan.param
         return {
-          param,
-          group,
-          call: JSON.stringify([group, doubled]),
-          master: doubled ? held(native.convert(param.tensor.handle, null, 'f32')) : null,
-          m: zeroState(param.tensor, m),
-          v: zeroState(param.tensor, v),
+          ...plan,
+          master: doubled ? held(native.convert(tensor.handle, null, 'f32')) : null,
+          lost: plan.rounding === 'kahan' ? zeroState(tensor.shape, tensor, 'bf16') : null,
+          // states are flat, so that their groups go on over the ends of rows
+          m: zeroState([1, tensor.numel], tensor, m),
+          v: moments.includes('v') ? zeroState([1, tensor.numel], tensor, v) : null,
         }
       }),
     )
   }
 
-  /** Bytes of moments and masters. */
+  /** Bytes of moments, masters and what roundings lost. */
   get stateBytes(): number {
-    return this.#slots.reduce((sum, { master, m, v }) => sum + (master?.bytes ?? 0) + m.bytes + v.bytes, 0)
+    const tensors = this.#slots.flatMap(({ master, lost, m, v }) => [master, lost, m, v])
+    return tensors.reduce((sum, tensor) => sum + (tensor?.bytes ?? 0), 0)
   }
 
-  /** The tensors of one parameter's state: moments in the recipe's format, seen as [1, n], and the master. */
-  stateOf(param: Param): { master: Tensor | null; m: Tensor; v: Tensor } {
+  stateOf(param: Param): ParamState {
     const slot = this.#slots.find((entry) => entry.param === param)
-    if (!slot) throw new CoatError(`adamw: parameter '${param.name}' is not trained`, 'value', 'adamw', 'param')
-    return { master: slot.master, m: slot.m, v: slot.v }
+    if (!slot) {
+      const { rule } = this.options
+      throw new CoatError(`${rule}: parameter '${param.name}' is not trained`, 'value', rule, 'param')
+    }
+    const { master, lost, m, v } = slot
+    return { master, lost, m, v }
   }
 
   /** Norm of the gradients, and the clip factor for `maxNorm` (0: none) that `step` applies. */
@@ -205,33 +405,32 @@ export class AdamW implements Disposable {
    * not to be skipped.
    */
   step(lr: number, clip: Tensor | null = null): void {
-    const t = this.steps + 1
-    const calls = new Map<string, Slot[]>()
+    const { rule, seed } = this.options
+    const calls = new Map<number, Slot[]>()
     for (const slot of this.#trained()) {
       const together = calls.get(slot.call)
       if (together) together.push(slot)
       else calls.set(slot.call, [slot])
     }
-    for (const slots of calls.values()) {
-      const [{ group, master }] = slots as [Slot]
-      const [beta1, beta2] = group.betas
-      native.adamw(
-        slots.map(({ param }) => param.tensor.handle),
-        master ? slots.map(({ master }) => (master as Tensor).handle) : null,
-        slots.map(({ param }) => (param.grad as Tensor).handle),
-        slots.map(({ m }) => m.handle),
-        slots.map(({ v }) => v.handle),
-        clip?.handle ?? null,
-        lr * group.share,
-        beta1,
-        // 1 - beta and 1 - beta^t in float64: in f32 they lose most digits for beta near 1
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        group.eps,
-        group.decay,
-        1 - beta1 ** t,
-        Math.sqrt(1 - beta2 ** t),
+    const t = this.steps + 1
+    for (const [call, slots] of calls) {
+      const [{ numbers, share, rounding }] = slots as [Slot]
+      const all = (of: (slot: Slot) => Tensor | null) => slots.map((slot) => (of(slot) as Tensor).handle)
+      const some = (of: (slot: Slot) => Tensor | null) => (of(slots[0] as Slot) ? all(of) : null)
+      rules[rule].run(
+        {
+          p: all(({ param }) => param.tensor),
+          master: some(({ master }) => master),
+          lost: some(({ lost }) => lost),
+          g: all(({ param }) => param.grad),
+          m: all(({ m }) => m),
+          v: some(({ v }) => v) ?? [],
+          clip: clip?.handle ?? null,
+          rounding,
+          seed: seedOf(seed, t, call),
+          t,
+        },
+        { ...numbers, lr: lr * share },
       )
     }
   }
@@ -245,7 +444,7 @@ export class AdamW implements Disposable {
   }
 
   dispose(): void {
-    for (const { master, m, v } of this.#slots) for (const tensor of [master, m, v]) tensor?.dispose()
+    for (const { master, lost, m, v } of this.#slots) for (const tensor of [master, lost, m, v]) tensor?.dispose()
     this.#slots = []
   }
   [Symbol.dispose](): void {
@@ -257,22 +456,90 @@ export class AdamW implements Disposable {
   }
 }
 
-// The pairs of formats that the native op has.
-function checkPair({ name }: Param, m: Format, v: Format, pairs: readonly (readonly (Format | null)[])[]): void {
-  if (pairs.some((pair) => pair[0] === m && pair[1] === v)) return
+/** AdamW over the parameters of a module. */
+export class AdamW extends Optimizer<FullAdamWOptions> {
+  constructor(module: Module, recipe: OptimizerRecipe, options: AdamWOptions = {}) {
+    super(module, recipe, adamw(options))
+  }
+}
+
+/** Lion over the parameters of a module. */
+export class Lion extends Optimizer<FullLionOptions> {
+  constructor(module: Module, recipe: OptimizerRecipe, options: LionOptions = {}) {
+    super(module, recipe, lion(options))
+  }
+}
+
+/** SGD with momentum over the parameters of a module. */
+export class Sgd extends Optimizer<FullSgdOptions> {
+  constructor(module: Module, recipe: OptimizerRecipe, options: SgdOptions = {}) {
+    super(module, recipe, sgd(options))
+  }
+}
+
+/** The optimizer that options are for; options without a rule are AdamW's. */
+export function optimizerOf(
+  module: Module,
+  recipe: OptimizerRecipe,
+  options: FullOptions | AdamWOptions = {},
+): Optimizer {
+  if (!('rule' in options) || options.rule === 'adamw') return new AdamW(module, recipe, options)
+  return options.rule === 'lion' ? new Lion(module, recipe, options) : new Sgd(module, recipe, options)
+}
+
+// 53 bits of (seed, step, call): three rounds of the finalizer of splitmix64.
+function seedOf(...parts: number[]): number {
+  const bits = (x: bigint) => BigInt.asUintN(64, x)
+  const mixed = parts.reduce((state, part) => {
+    let x = bits((state ^ BigInt(part)) + 0x9e3779b97f4a7c15n)
+    x = bits((x ^ (x >> 30n)) * 0xbf58476d1ce4e5b9n)
+    x = bits((x ^ (x >> 27n)) * 0x94d049bb133111ebn)
+    return x ^ (x >> 31n)
+  }, 0n)
+  return Number(mixed >> 11n)
+}
+
+// What the native op takes, said before there are states.
+function checkRounding(rule: string, rounding: Rounding, { master }: OptimizerRecipe, params: readonly Param[]): void {
+  if (rounding === 'nearest') return
+  const fail = (why: string) => {
+    throw new CoatError(`${rule}: rounding is ${rounding} and must be nearest ${why}`, 'value', rule, 'rounding')
+  }
+  if (!params.some(({ tensor }) => tensor.format === 'bf16')) fail('where no parameter is bf16')
+  if (master !== null) fail(`with the recipe's master ${master}, which loses nothing`)
+}
+
+// The format, or the pair of formats, that the native op has.
+function checkMoments({ name }: Param, { rule, m, v }: { rule: string; m: Format; v: Format }, entry: OpEntry): void {
+  const pairs = entry.only.find(({ names }) => names.includes('m'))?.combinations
+  const single = entry.arguments.find((argument) => argument.name === 'm')?.formats.map((format) => [format]) ?? []
+  const known = pairs ?? single
+  const wanted: Format[] = pairs ? [m, v] : [m]
+  if (known.some((formats) => formats.every((format, i) => format === wanted[i]))) return
+  const shown = (formats: readonly (Format | null)[]) => formats.join(' with ')
   throw new CoatError(
-    `adamw: m ${m} with v ${v}, of parameter '${name}', is not a pair of the optimizer, which has ${pairs.map((pair) => pair.join(' with ')).join(', ')}`,
+    `${rule}: m ${m}${pairs ? ` with v ${v}` : ''}, of parameter '${name}', is not a ${pairs ? 'pair' : 'format'} of the optimizer, which has ${known.map(shown).join(', ')}`,
     'format',
-    'adamw',
+    rule,
     'm',
   )
 }
 
-// Without range expansion one large value of a run makes the small ones 0.
-function checkSafe({ name }: Param, v: Format): void {
-  if (!/^e\dm\d\/[gt]/.test(v)) return
+// Without range expansion one large value of a run makes the small ones 0, and the next step divides by eps. With vFloor they
+// are at least the smallest code, but as long as (1 - beta2) g² is less than half a code, rounding drops it: the step is
+// then up to sqrt(1 / (2 (1 - beta2))) learning rates, 7.1 for 0.99 and 22 for 0.999.
+function checkSafe(
+  { name }: Param,
+  { v, vFloor, betas: [, beta2] }: { v: Format } & Pick<Numbers, 'vFloor' | 'betas'>,
+): void {
+  if (!/^(e\dm\d|u8|f16)\/[gt]/.test(v) || (vFloor && beta2 <= 0.99)) return
+  const why = vFloor
+    ? `rounds what small second moments gain away with betas[1] ${beta2}`
+    : 'stores small second moments as 0'
+  const way = vFloor ? 'betas[1] of at most 0.99' : 'vFloor'
+  const expanded = /^e\dm\d/.test(v) ? `v ${v.replace(/\/.*/, '/x128')}, ` : ''
   throw new CoatError(
-    `adamw: v ${v}, of parameter '${name}', stores small second moments as 0, and the next step divides by them; take v ${v.replace(/\/.*/, '/x128')}, or set allowUnsafe`,
+    `adamw: v ${v}, of parameter '${name}', ${why}, and the next steps divide by them; take ${expanded}${way}, or set allowUnsafe`,
     'value',
     'adamw',
     'v',
@@ -286,9 +553,8 @@ function held(handle: number): Tensor {
   return tensor
 }
 
-// States are flat, [1, n], so that their groups go on over the ends of rows.
-function zeroState({ numel, device }: Tensor, format: Format): Tensor {
-  const zeros = Tensor.zeros([1, numel], { device })
+function zeroState(shape: readonly number[], { device }: Tensor, format: Format): Tensor {
+  const zeros = Tensor.zeros(shape, { device })
   const state = held(native.convert(zeros.handle, null, format as 'f32'))
   zeros.dispose()
   return state

@@ -1,5 +1,7 @@
 // Recipes: rows of data. A published system is one row; a test, a bench or a program may make its own.
 type Plain = 'f32' | 'bf16'
+/** Runs with a scale, and with range expansion. */
+type Runs = `e4m3/${'g' | 'x'}${64 | 128 | 256}` | `e5m2/${'g' | 'x'}128`
 
 /** How a model is trained, axis by axis. */
 export interface Recipe {
@@ -19,20 +21,25 @@ export interface Recipe {
   param: Plain
   /** FP32 copy that the optimizer changes where the parameter is rounded. */
   master: 'f32' | null
+  /**
+   * How a bf16 parameter without a master is rounded: to `nearest`; up with the probability of what is left over
+   * (`stochastic`); to nearest with the loss kept in bf16 and added back before the next update (`kahan`).
+   */
+  rounding: 'nearest' | 'stochastic' | 'kahan'
   /** Weight gradient. */
   dw: Plain
-  /** First moment of AdamW. */
-  m: Plain | 'e4m3/g128' | 'e4m3/x128'
+  /** First moment of AdamW, the moment of Lion, the momentum of SGD. */
+  m: Plain | Runs | 'e4m3/t' | 'f16/t' | 'd8/g256' | 'd4/g128'
   /** Second moment of AdamW. */
-  v: Plain | 'e4m3/g128' | 'e4m3/x128'
+  v: Plain | Runs | 'f16/t' | 'bf16x2' | 'u8/g256' | 'u4/g128'
 }
 
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {
-  //       GEMM x, w, dy                               scale             kept            stream          parameter, master, gradient             moments
-  fp32: { x: 'f32',    w: 'f32',    dy: 'f32',    scale: 'current', saved: 'f32',      stream: 'f32',  param: 'f32',  master: null,  dw: 'f32',  m: 'f32',       v: 'f32' },
-  bf16: { x: 'bf16',   w: 'bf16',   dy: 'bf16',   scale: 'current', saved: 'bf16',     stream: 'bf16', param: 'bf16', master: 'f32', dw: 'bf16', m: 'f32',       v: 'f32' },
-  coat: { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', stream: 'bf16', param: 'f32',  master: null,  dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
+  //       GEMM x, w, dy                               scale             kept            stream          parameter, master, rounding, gradient                        moments
+  fp32: { x: 'f32',    w: 'f32',    dy: 'f32',    scale: 'current', saved: 'f32',      stream: 'f32',  param: 'f32',  master: null,  rounding: 'nearest', dw: 'f32',  m: 'f32',       v: 'f32' },
+  bf16: { x: 'bf16',   w: 'bf16',   dy: 'bf16',   scale: 'current', saved: 'bf16',     stream: 'bf16', param: 'bf16', master: 'f32', rounding: 'nearest', dw: 'bf16', m: 'f32',       v: 'f32' },
+  coat: { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', stream: 'bf16', param: 'f32',  master: null,  rounding: 'nearest', dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
 } as const satisfies Record<string, Recipe>
 
 export type RecipeName = keyof typeof recipes

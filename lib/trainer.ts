@@ -4,7 +4,7 @@ import type { Batch, Dataset } from './data.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage } from './native.ts'
 import { ignoreIndex } from './ops.ts'
-import { AdamW, type AdamWOptions, adamw } from './optimizer.ts'
+import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, noGrad, Tape } from './tape.ts'
@@ -26,7 +26,8 @@ export interface TrainerOptions {
   accumulate?: number
   /** Steps to do; skipped ones do not count. */
   steps: number
-  optimizer?: AdamWOptions
+  /** What `adamw`, `lion` or `sgd` made, or options of AdamW. */
+  optimizer?: FullOptions | AdamWOptions
   schedule?: Schedule
   /** Largest global norm of the gradients (default 1; 0: no clipping). Steps with a NaN or Inf are skipped either way. */
   clip?: number
@@ -63,7 +64,7 @@ const known = ['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
   readonly model: TrainableModel
-  readonly optimizer: AdamW
+  readonly optimizer: Optimizer
   readonly options: Required<Omit<TrainerOptions, 'optimizer'>>
   /** Batches taken so far, skipped steps included. */
   batches = 0
@@ -94,7 +95,7 @@ export class Trainer implements Disposable {
       throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
     this.model = model
     this.options = full
-    this.optimizer = new AdamW(model, model.recipe, adamw(optimizer))
+    this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
   /** Bytes that the last micro-batch kept for backward, by op and format. */

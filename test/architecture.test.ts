@@ -65,7 +65,8 @@ describe('directions', () => {
 
   const below: Record<string, string[]> = {
     'csrc/tensor.h': [],
-    'csrc/format.h': ['tensor.h', 'cuda_bf16.h', 'cuda_fp8.h'], // the conversion instructions, where nvcc compiles
+    'csrc/code.h': ['cuda_bf16.h', 'cuda_fp16.h', 'cuda_fp8.h'], // the conversion instructions, where nvcc compiles
+    'csrc/format.h': ['tensor.h', 'code.h'],
     'csrc/formula.h': ['format.h'],
     'csrc/contract.h': ['tensor.h', 'ops.def'],
     'csrc/memory.h': ['tensor.h'],
@@ -82,7 +83,7 @@ describe('directions', () => {
       const includes = includesOf(file)
       if (file !== 'csrc/binding.cc') expect(includes, file).not.toContain('napi.h')
       if (!file.startsWith('csrc/cuda/'))
-        for (const name of includes) expect(name, file).not.toMatch(/^cuda(?!_(fp8|bf16)\.h$|\/device\.h$)|^cub\//)
+        for (const name of includes) expect(name, file).not.toMatch(/^cuda(?!_(fp8|fp16|bf16)\.h$|\/device\.h$)|^cub\//)
       if (file.startsWith('csrc/cpu/')) for (const name of includes) expect(name, file).not.toMatch(/cuda/)
       if (file.startsWith('csrc/cuda/')) for (const name of includes) expect(name, file).not.toMatch(/cpu\//)
     }
@@ -133,7 +134,7 @@ describe('files', () => {
   it('nothing in csrc exits, aborts or calls libm where bits must agree', () => {
     for (const file of files('csrc', /\.(h|cc|cu|cuh)$/))
       expect(text(file), file).not.toMatch(/\b(abort|exit|assert)\s*\(/)
-    for (const file of ['csrc/format.h', 'csrc/formula.h'])
+    for (const file of ['csrc/code.h', 'csrc/format.h', 'csrc/formula.h'])
       expect(text(file)).not.toMatch(/<cmath>|std::(exp|log|pow|sqrt|erf)|__expf|__logf/)
   })
   it('no build file asks for fast mathematics', () => {

@@ -176,7 +176,7 @@ describe('optimizer', () => {
     expect(rms.v[0]).toBeCloseTo(0.0263, 3)
     expect(rms.v[1]).toBeCloseTo(0.004, 3)
     expect((mse[0]?.[0] as number) / (mse[1]?.[1] as number)).toBeCloseTo(3.8, 0)
-    expect(lost).toEqual([0, 0, 0, 0])
+    expect(lost).toEqual([0, 0, 0, 0, 0])
     expect([groups, [...k.m.values()].reduce((a, b) => a + b)]).toEqual([600, 600])
     const middle = (of: Map<number, number>) =>
       [...of].reduce((sum, [bin, count]) => sum + (bin + 0.5) * count, 0) / groups
@@ -186,10 +186,13 @@ describe('optimizer', () => {
 
   test('moments too small for their group are lost without expansion, and only there', async () => {
     const values = Float32Array.from({ length: 256 }, (_, i) => (i % 2 ? 1 : 1e-11))
-    using m = Tensor.from(values, [1, 256])
+    using m = Tensor.from(new Float32Array(256).fill(1e-3), [1, 256])
     using v = Tensor.from(values, [1, 256])
-    const { lost } = await stateErrors([{ m, v }])
-    expect(lost).toEqual([0.5, 0, 0.5, 0])
+    const { lost, floored, mse } = await stateErrors([{ m, v }])
+    expect(lost).toEqual([0.5, 0, 0.5, 0, 0.5])
+    expect(floored.lost).toEqual([0, 0, 0])
+    for (const [f, second] of [0, 2, 4].entries())
+      expect(floored.mse[f]).toBeLessThan((mse[0]?.[second] as number) / 10)
   })
 
   test('trains, and writes rows that can be read', async () => {
@@ -198,7 +201,7 @@ describe('optimizer', () => {
     await bench(['optimizer', '--steps', '2', ...files], (text) => said.push(text))
     const rows = parseRows(readFileSync(path('optimizer.json'), 'utf8'))
     expect(rows.filter(({ name }) => name === 'optimizer/mse').map(({ formats }) => formats)).toEqual(
-      stateFormats.flatMap((first) => stateFormats.map((second) => ({ m: first, v: second }))),
+      stateFormats.m.flatMap((m) => stateFormats.v.map((v) => ({ m, v }))),
     )
     const shares = (moment: string) =>
       rows.filter(({ name, formats }) => name === 'optimizer/k' && formats[moment]).map(({ median }) => median)

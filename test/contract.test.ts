@@ -2,7 +2,7 @@
 import { readFileSync } from 'node:fs'
 import { describe, expect, it } from 'vitest'
 import { CoatError, native } from '../lib/native.ts'
-import { own, present, tensor } from './harness.ts'
+import { entryOf, own, present, tensor } from './harness.ts'
 
 const f32 = (...shape: number[]) => tensor('f32', shape, new Float32Array(shape.reduce((a, b) => a * b, 1)).fill(1))
 const bf16 = (...shape: number[]) => own(native.convert(f32(...shape), null, 'bf16'))
@@ -23,6 +23,21 @@ function refusal(f: () => unknown): CoatError {
 }
 // a wrong argument that TypeScript would refuse
 const loose = native as unknown as Record<string, (...list: unknown[]) => unknown>
+
+// the numbers of adamw
+const ones = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0] as const
+const [parameters, pairs] = entryOf('adamw').only.map(({ combinations }) =>
+  combinations.map((row) => row.map((format) => format ?? 'none').join(', ')).join('; '),
+)
+function adamwOn(
+  p: number[],
+  master: number[] | null,
+  lost: number[] | null,
+  rounding: 'nearest' | 'stochastic' | 'kahan',
+) {
+  const states = () => p.map((handle) => f32(...native.info(handle).shape))
+  native.adamw(p, master, lost, states(), states(), states(), null, ...ones, rounding, 0)
+}
 
 describe('refusals name op, argument, value and rule', () => {
   const cases: [string, string, string, string, () => unknown][] = [
@@ -108,8 +123,8 @@ describe('refusals name op, argument, value and rule', () => {
       'formats of members of lists that do not go together',
       'format',
       'm',
-      'adamw: m f32, v bf16 is not a combination of this op, which has: f32, f32; bf16, bf16; e4m3/g128, e4m3/g128; e4m3/x128, e4m3/x128',
-      () => native.adamw([f32(2)], null, [f32(2)], [f32(2)], [bf16(2)], null, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+      `adamw: m f32, v bf16 is not a combination of this op, which has: ${pairs}`,
+      () => native.adamw([f32(2)], null, null, [f32(2)], [f32(2)], [bf16(2)], null, ...ones, 'nearest', 0),
     ],
     [
       'a format of a result',
@@ -122,7 +137,7 @@ describe('refusals name op, argument, value and rule', () => {
       'a word that is no format',
       'format',
       'y',
-      'convert: y is "fp8", which is no format; the formats are f32, bf16, e4m3/t, e5m2/t, e4m3/g16, e4m3/g128, e4m3/x128, e5m2/g128, e5m2/x128, i32',
+      'convert: y is "fp8", which is no format; the formats are f32, bf16, f16, bf16x2, f16/t, e4m3/t, e5m2/t, e4m3/g16, e4m3/g64, e4m3/g128, e4m3/g256, e4m3/x64, e4m3/x128, e4m3/x256, e5m2/g128, e5m2/x128, d8/g256, u8/g256, d4/g128, u4/g128, i32',
       () => loose.convert?.(f32(2), null, 'fp8'),
     ],
     [
@@ -130,14 +145,56 @@ describe('refusals name op, argument, value and rule', () => {
       'shape',
       'g',
       'adamw: g has 1 tensors and must have 2, as p',
-      () => native.adamw([f32(2), f32(3)], null, [f32(2)], [f32(2)], [f32(2)], null, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+      () => native.adamw([f32(2), f32(3)], null, null, [f32(2)], [f32(2)], [f32(2)], null, ...ones, 'nearest', 0),
     ],
     [
       'members of different sizes',
       'shape',
       'g',
       'adamw: g[1] f32[4] must have 3 elements, as p[1] f32[3]',
-      () => native.adamw([f32(2), f32(3)], null, [f32(2), f32(4)], [], [], null, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+      () => native.adamw([f32(2), f32(3)], null, null, [f32(2), f32(4)], [], [], null, ...ones, 'nearest', 0),
+    ],
+    [
+      'what cannot be rounded at random',
+      'format',
+      'p',
+      'adamw: p[1] f32[3] must be bf16 with rounding stochastic',
+      () => adamwOn([bf16(2), f32(3)], null, null, 'stochastic'),
+    ],
+    [
+      'a master of what is rounded at random',
+      'value',
+      'rounding',
+      'adamw: rounding is stochastic and must be nearest with a master, which loses nothing',
+      () => adamwOn([bf16(2)], [f32(2)], null, 'stochastic'),
+    ],
+    [
+      "Kahan's rounding with a master",
+      'format',
+      'p',
+      `adamw: p bf16, master f32, lost bf16 is not a combination of this op, which has: ${parameters}`,
+      () => adamwOn([bf16(2)], [f32(2)], [bf16(2)], 'kahan'),
+    ],
+    [
+      "Kahan's rounding without what is lost",
+      'value',
+      'lost',
+      'adamw: lost is absent and must be given with rounding kahan only',
+      () => adamwOn([bf16(2)], null, null, 'kahan'),
+    ],
+    [
+      'what is lost without its rounding',
+      'value',
+      'lost',
+      'adamw: lost is given and must be given with rounding kahan only',
+      () => adamwOn([bf16(2)], null, [bf16(2)], 'nearest'),
+    ],
+    [
+      'an unknown rounding',
+      'value',
+      'rounding',
+      'adamw: rounding is "up" and must be one of nearest, stochastic, kahan',
+      () => adamwOn([f32(2)], null, null, 'up' as 'nearest'),
     ],
     ['no list', 'type', 'g', 'grad_norm: g is 7 and must be a list of tensors', () => loose.grad_norm?.(7, 1)],
     [

@@ -6,7 +6,10 @@ import { type Block, expansionOf, interval, kinds, valueOfCode } from './decode.
 import { bytesOf, own, read, stored, tensor } from './harness.ts'
 import { Random } from './values.ts'
 
-const fp8 = ['e4m3/t', 'e5m2/t', 'e4m3/g16', 'e4m3/g128', 'e4m3/x128', 'e5m2/g128', 'e5m2/x128'] as const
+const scaled = [
+  ...(['e4m3/t', 'e4m3/g16', 'e4m3/g64', 'e4m3/g128', 'e4m3/g256', 'e4m3/x64', 'e4m3/x128', 'e4m3/x256'] as const),
+  ...(['e5m2/t', 'e5m2/g128', 'e5m2/x128', 'f16/t'] as const),
+]
 const codes = Array.from({ length: 256 }, (_, code) => code)
 const one = () => tensor('f32', [1], [1])
 /** The f32 `steps` after x, away from 0. */
@@ -131,7 +134,7 @@ describe('bf16', () => {
   })
 })
 
-describe.each(fp8)('%s', (format) => {
+describe.each(scaled)('%s', (format) => {
   it('zeros: codes 0, a finite positive scale, exact zeros, signs kept', async () => {
     const { codes, blocks, values } = await stored(
       tensor(
@@ -140,7 +143,9 @@ describe.each(fp8)('%s', (format) => {
         Array.from({ length: 256 }, (_, i) => (i === 3 ? -0 : 0)),
       ),
     )
-    expect([...codes]).toEqual(Array.from({ length: 256 }, (_, i) => (i === 3 ? 0x80 : 0)))
+    expect([...codes]).toEqual(
+      Array.from({ length: 256 }, (_, i) => (i === 3 ? (format === 'f16/t' ? 0x8000 : 0x80) : 0)),
+    )
     for (const { scale } of blocks) expect(scale > 0 && Number.isFinite(scale)).toBe(true)
     expect(values.every((x) => x === 0)).toBe(true)
   })
@@ -154,7 +159,8 @@ describe.each(fp8)('%s', (format) => {
     expect(native.memory().infs - before).toBe(2)
     const after = await stored(x)
     expect(after.values[20]).toBeNaN()
-    expect([...after.codes.slice(21, 23)]).toEqual(format.startsWith('e5m2') ? [0x7b, 0xfb] : [0x7e, 0xfe])
+    const largest = { e4m3: [0x7e, 0xfe], e5m2: [0x7b, 0xfb], f16: [0x7bff, 0xfbff] }
+    expect([...after.codes.slice(21, 23)]).toEqual(largest[format.split('/')[0] as 'f16'])
     expect([...after.values].toSpliced(20, 3)).toEqual(clean.toSpliced(20, 3))
     expect((await decoded(x)).flatMap((value, i) => (Number.isNaN(value) ? [i] : []))).toEqual([20])
   })
@@ -215,20 +221,22 @@ describe('e4m3/g16', () => {
   })
 })
 
-describe('e4m3/x128', () => {
-  const expand = async (values: readonly number[]) => await stored(tensor('e4m3/x128', [values.length], values))
-  const halves = (a: number, b: number) => Array.from({ length: 128 }, (_, i) => (i < 64 ? a : b))
+describe.each([64, 128, 256] as const)('e4m3/x%i', (run) => {
+  const format = `e4m3/x${run}` as const
+  const half = run / 2
+  const expand = async (values: readonly number[]) => await stored(tensor(format, [values.length], values))
+  const halves = (a: number, b: number) => Array.from({ length: run }, (_, i) => (i < half ? a : b))
 
   it.each([
     [1e-2, 1e-3, 5, 0x02, 9.7296e-4],
     [1, 0.5, 16.5625, undefined, 0.4949],
-  ])('64 of %f and 64 of %f have k = %f', async (a, b, k, code, low) => {
+  ])('half of %f and half of %f have k = %f', async (a, b, k, code, low) => {
     const { codes, blocks, values } = await expand(halves(a, b))
     expect(blocks[0]?.k).toBe(k)
     expect(codes[0]).toBe(0x7e)
-    if (code !== undefined) expect(codes[64]).toBe(code)
+    if (code !== undefined) expect(codes[half]).toBe(code)
     expect((values[0] as number) / a).toBeCloseTo(1, 5)
-    expect((values[64] as number) / low).toBeCloseTo(1, 4)
+    expect((values[half] as number) / low).toBeCloseTo(1, 4)
   })
 
   it('k is the multiple of 1/16 below the quotient, from 1/16 to 64', async () => {
@@ -242,27 +250,30 @@ describe('e4m3/x128', () => {
     for (const [a, b, k] of cases) {
       const { blocks, values } = await expand(halves(a, b))
       expect(blocks[0]?.k).toBe(k)
-      const size = [Math.abs(values[0] as number), Math.abs(values[64] as number)]
+      const size = [Math.abs(values[0] as number), Math.abs(values[half] as number)]
       expect((size[0] as number) / a).toBeCloseTo(1, 3)
       expect(Math.abs(Math.log2((size[1] as number) / b)) * k).toBeLessThan(0.3)
     }
   })
 
   it('the smallest non-zero magnitude counts, wherever zeros sit', async () => {
-    const base = Array.from({ length: 128 }, (_, i) => (i === 5 ? 1e-5 : 1e-3))
+    const base = Array.from({ length: run }, (_, i) => (i === 5 ? 1e-5 : 1e-3))
     const block = (await expand(base)).blocks[0]
-    for (let at = 0; at < 128; at++)
+    for (let at = 0; at < run; at++)
       if (at !== 5) expect((await expand(base.map((x, i) => (i === at ? 0 : x)))).blocks[0]).toEqual(block)
   })
 
-  it('runs go on over the ends of rows, tails of 1, 127 and 129', async () => {
+  it('runs go on over the ends of rows, tails of 1 and one less and more than a run', async () => {
     const random = new Random(21)
-    const values = Array.from({ length: 129 * 3 }, () => random.normal())
-    const flat = await bytesOf(tensor('e4m3/x128', [387], values))
-    expect(await bytesOf(tensor('e4m3/x128', [3, 129], values))).toEqual(flat)
-    for (const n of [1, 127, 129]) expect((await expand(values.slice(0, n))).blocks.length).toBe(Math.ceil(n / 128))
+    const values = Array.from({ length: (run + 1) * 3 }, () => random.normal())
+    const flat = await bytesOf(tensor(format, [values.length], values))
+    expect(await bytesOf(tensor(format, [3, run + 1], values))).toEqual(flat)
+    for (const n of [1, run - 1, run + 1])
+      expect((await expand(values.slice(0, n))).blocks.length).toBe(Math.ceil(n / run))
   })
+})
 
+describe('range expansion', () => {
   it.each(['e4m3', 'e5m2'] as const)('%s/x128: blocks, codes and decoded values agree with float64', async (kind) => {
     const top = kinds[kind].max
     const random = new Random(22)

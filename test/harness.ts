@@ -3,7 +3,7 @@
 import { afterEach, expect, it } from 'vitest'
 import type { AnyFormat, Handle } from '../lib/native.gen.ts'
 import { CoatError, type DeviceKind, native, type OpArgument, type OpEntry } from '../lib/native.ts'
-import { decode, interval, type Kind, kinds, plain, type Stored } from './decode.ts'
+import { decode, fullOf, interval, type Kind, plain, type Stored, valueOfCode } from './decode.ts'
 import {
   type Given,
   type Letter,
@@ -103,8 +103,7 @@ export function combinationsOf(entry: OpEntry): Formats[] {
     const choices = mode.startsWith('opt') ? [null, ...formats] : formats
     all = all.flatMap((combination) => choices.map((format) => ({ ...combination, [name]: format })))
   }
-  const { names, combinations } = entry.only
-  if (names.length)
+  for (const { names, combinations } of entry.only)
     all = all.filter((row) => combinations.some((legal) => legal.every((word, i) => row[names[i] as string] === word)))
   if (all.length <= 64) return all
   const pairsOf = (row: Formats) => {
@@ -167,6 +166,8 @@ export interface OpCheck {
   /** Numbers of elements of the members of lists, which are [1, n]. */
   lists?: readonly number[]
   numbers?: Record<string, number>
+  /** Words of a combination of formats; the others are the first of their list. */
+  words?: (formats: Formats) => Record<string, string>
   /** One element of an argument, where typical numbers will not do. */
   data?: Partial<Record<Name | List, (random: Random, sizes: Record<Letter, number>, i: number) => number>>
   /** Expected outputs and changed arguments by name; under |name| the size that rounding errors are relative to. */
@@ -245,11 +246,13 @@ async function checkSizes(
     references.set(key, expected)
 
     const where = `${entry.name} ${JSON.stringify(sizes)} ${JSON.stringify(formats)}`
+    const words = entry.arguments.filter(({ mode }) => mode === 'word').map(({ name, words }) => [name, words[0]])
+    const values = { ...numbers, ...Object.fromEntries(words), ...check.words?.(formats) }
     let first: Map<string, Uint8Array> | undefined
     // on the CPU with several numbers of threads, on a device twice: the same bytes
     for (const threads of device === 'cpu' ? [1, 2, 7] : [1, 1]) {
       native.threads(threads)
-      const results = await runOnce(entry, formats, numbers, known, device)
+      const results = await runOnce(entry, formats, values, known, device)
       for (const [name, { format, shape, bytes }] of results) {
         if (first && Buffer.compare(first.get(name) as Uint8Array, bytes) !== 0)
           throw new Error(`${where}: ${name} differs from the first run, with ${threads} threads`)
@@ -273,7 +276,7 @@ async function checkSizes(
       }
       first ??= new Map([...results].map(([name, { bytes }]) => [name, bytes]))
       if (device === 'cuda' && threads === 1 && (check.exact ?? true))
-        for (const [name, cpu] of await runOnce(entry, formats, numbers, known, 'cpu'))
+        for (const [name, cpu] of await runOnce(entry, formats, values, known, 'cpu'))
           compare(`${where}: ${name}`, results.get(name) as Result, cpu)
     }
   }
@@ -298,7 +301,7 @@ type Results = Map<string, Result>
 async function runOnce(
   entry: OpEntry,
   formats: Formats,
-  numbers: Sizes,
+  numbers: Record<string, number | string>,
   known: Map<string, Input[]>,
   device: DeviceKind,
 ): Promise<Results> {
@@ -355,7 +358,7 @@ function verify(
   const measured = blocks.length > 0 && !(given && format.endsWith('/t'))
   if (blocks.length > 0 && !measured && blocks[0]?.scale !== given)
     throw new Error(`${where} has scale ${blocks[0]?.scale}, not ${given}`)
-  const top = new Uint8Array(blocks.length)
+  const top = new Float64Array(blocks.length)
   values.forEach((value, i) => {
     const x = wanted(i)
     const b = blockOf(i)
@@ -363,11 +366,11 @@ function verify(
     const [low, high] = interval(kind, blocks[b] ?? plain, x, slack, !measured)
     if (!(value >= low && value <= high) && !(Number.isNaN(x) && Number.isNaN(value)))
       throw new Error(`${where}: element ${i} is ${value}, the reference ${x} (from ${low} to ${high} is right)`)
-    top[b] = Math.max(top[b] ?? 0, (codes[i] as number) & 0x7f)
+    if (measured) top[b] = Math.max(top[b] as number, Math.abs(valueOfCode(kind as 'e4m3', codes[i] as number)))
   })
   if (measured)
     top.forEach((code, b) => {
-      if (code !== 0 && code !== kinds[kind].top) throw new Error(`${where}: the largest code of block ${b} is ${code}`)
+      if (code !== 0 && code < fullOf(kind)) throw new Error(`${where}: the largest code of block ${b} is ${code}`)
     })
 }
 

@@ -4,6 +4,7 @@ import { createRequire } from 'node:module'
 import { fileURLToPath } from 'node:url'
 import { Worker } from 'node:worker_threads'
 import { describe, expect, it } from 'vitest'
+import type { AnyFormat } from '../lib/native.gen.ts'
 import { CoatError, native, type Purpose } from '../lib/native.ts'
 import { bytesOf, own, read, tensor } from './harness.ts'
 
@@ -15,12 +16,23 @@ describe('accounts', () => {
       i32: 4 * 399,
       'e4m3/t': 400 + 4,
       'e5m2/t': 400 + 4,
+      f16: 2 * 399,
+      bf16x2: 800 + 2 * 399,
+      'f16/t': 800 + 4,
       'e4m3/g16': 400 + 2 * 3 * 9,
+      'e4m3/g64': 400 + 4 * 3 * 3,
       'e4m3/g128': 400 + 4 * 3 * 2,
+      'e4m3/g256': 400 + 4 * 3,
+      'e4m3/x64': 400 + 12 * 7,
       'e4m3/x128': 400 + 12 * 4,
+      'e4m3/x256': 400 + 12 * 2,
       'e5m2/g128': 400 + 4 * 3 * 2,
       'e5m2/x128': 400 + 12 * 4,
-    } as const
+      'd8/g256': 400 + 4 * 2,
+      'u8/g256': 400 + 4 * 2,
+      'd4/g128': 208 + 4 * 4,
+      'u4/g128': 208 + 4 * 4,
+    } as const satisfies Record<AnyFormat, number>
     for (const [format, size] of Object.entries(bytes) as [keyof typeof bytes, number][]) {
       const x = own(native.make(format, [3, 133], 'cpu', 'temp'))
       expect(native.info(x)).toEqual({ format, shape: [3, 133], device: 'cpu', bytes: size })
@@ -106,6 +118,7 @@ describe('handles', () => {
     native.adamw(
       [y],
       null,
+      null,
       [x],
       [tensor('f32', [4], [0, 0, 0, 0])],
       [tensor('f32', [4], [0, 0, 0, 0])],
@@ -119,6 +132,9 @@ describe('handles', () => {
       0,
       1,
       1,
+      0,
+      'nearest',
+      0,
     )
     expect([native.version(y), native.version(x)]).toEqual([version + 3, before])
   })

@@ -1,16 +1,27 @@
-// AdamW's groups: parameters with a learning rate, decay or state formats of their own.
+// Optimizers: parameters with a learning rate, decay or state formats of their own, rules, and roundings.
 import { describe, expect, it } from 'vitest'
 import {
   AdamW,
   type AdamWOptions,
   type AdamWOverride,
+  adamw,
   CoatError,
   device,
+  type FullOptions,
   LlamaForCausalLM,
+  lion,
+  optimizerOf,
   type Param,
+  type Recipe,
+  type RecipeName,
+  recipes,
+  Sgd,
   scope,
+  sgd,
   Tape,
   Tensor,
+  TextDataset,
+  Trainer,
 } from '../lib/index.ts'
 import { devices, present } from './harness.ts'
 
@@ -37,11 +48,18 @@ function failure(make: () => unknown): CoatError {
 describe.each(devices)('on %s', (name) => {
   const skip = !present(name)
 
-  /** By parameter: values before and after `steps` steps of lr 0.01 on the same gradients. */
-  async function trained(options: AdamWOptions, recipe: 'fp32' | 'bf16' | 'coat' = 'fp32', steps = 1) {
+  /** By parameter: values before and after `steps` steps of `rate` on the same gradients, after `done` others. */
+  async function trained(
+    options: AdamWOptions | FullOptions,
+    recipe: RecipeName | Recipe = 'fp32',
+    steps = 1,
+    done = 0,
+    rate = 0.01,
+  ) {
     using where = device(name)
     using model = new LlamaForCausalLM(config, { recipe, seed: 1, device: where })
-    using optimizer = new AdamW(model, model.recipe, { ...usual, ...options })
+    using optimizer = optimizerOf(model, model.recipe, 'rule' in options ? options : { ...usual, ...options })
+    optimizer.steps = done
     const read = async (of: (param: Param) => Tensor) =>
       Object.fromEntries(
         await Promise.all(optimizer.params.map(async (param) => [param.name, [...(await of(param).read())]])),
@@ -54,7 +72,7 @@ describe.each(devices)('on %s', (name) => {
         const tokens = [0, 1].map(() => Tensor.from(ids, [16], { device: where })) as [Tensor, Tensor]
         tape.backward(tape.record(() => model.loss(...tokens, 16, 1 / 16)))
       })
-      optimizer.step(0.01)
+      optimizer.step(rate)
       optimizer.advance()
       optimizer.dropGrads()
     }
@@ -107,13 +125,141 @@ describe.each(devices)('on %s', (name) => {
     expect(saved).toBe(64 * 32 * 6 - 2 * 12 * 16) // 8 bytes an element for 2, and 16 runs of three f32 a moment
     for (const [name, values] of Object.entries(before)) expect(after[name]).not.toEqual(values)
   })
+
+  it.skipIf(skip)('lion moves every element by the learning rate, or not at all', async () => {
+    const { before, after } = await trained(lion({ weightDecay: 0 }))
+    for (const [name, values] of Object.entries(before)) {
+      const moves = values.map((x, i) => Math.abs(((after[name] as number[])[i] as number) - x))
+      for (const move of moves) expect(Math.min(move, Math.abs(move - 0.01))).toBeLessThan(1e-6)
+      expect(Math.max(...moves)).toBeGreaterThan(0.009)
+    }
+  })
+
+  it.skipIf(skip)('sgd takes the whole first gradient, then less by dampening', async () => {
+    const change = async (options: FullOptions, steps: number) => {
+      const { before, after } = await trained(options, 'fp32', steps)
+      return (before[norm] as number[]).map((x, i) => ((after[norm] as number[])[i] as number) - x)
+    }
+    const plain = await change(sgd({ momentum: 0 }), 1)
+    expect(Math.max(...plain.map(Math.abs))).toBeGreaterThan(1e-6)
+    expect(await change(sgd({ momentum: 0, dampening: 0.5 }), 1)).toEqual(plain)
+    expect(await change(sgd({ dampening: 1 }), 1)).toEqual(plain)
+    const twice = await change(sgd({ dampening: 1 }), 2) // m2 = 0.9 m1: nothing of the second gradient
+    for (const [i, x] of twice.entries()) expect(x).toBeCloseTo(1.9 * (plain[i] as number), 6)
+  })
+
+  it.skipIf(skip)('bias correction counts steps beyond 256 and 10 000 exactly, also for bf16 parameters', async () => {
+    for (const done of [256, 9999]) {
+      const { before, after } = await trained({ betas: [0.9, 0.9999] }, 'fp32', 1, done)
+      const t = done + 1
+      const size = (0.1 / (1 - 0.9 ** t) / Math.sqrt(1e-4 / (1 - 0.9999 ** t))) * 0.01
+      const moves = (before[norm] as number[]).map((x, i) => Math.abs(((after[norm] as number[])[i] as number) - x))
+      for (const move of moves) expect(Math.abs(move / size - 1)).toBeLessThan(1e-5) // 9984 steps would differ by 5e-4
+      const narrow = await trained({ betas: [0.9, 0.9999] }, { ...recipes.bf16, master: null }, 1, done)
+      expect(narrow.after[embedding]).not.toEqual(narrow.before[embedding])
+    }
+  })
+
+  const withoutMaster: Recipe = { ...recipes.bf16, master: null }
+
+  it.skipIf(skip)('stochastic rounding repeats itself by seed, step and place', async () => {
+    const run = (seed: number, steps = 2, done = 0) =>
+      trained({ seed }, { ...withoutMaster, rounding: 'stochastic' }, steps, done, 1e-5)
+    const first = await run(1)
+    expect(await run(1)).toEqual(first)
+    expect((await run(2)).after[embedding]).not.toEqual(first.after[embedding])
+    const [one, later] = [await run(1, 1), await run(1, 1, 5)]
+    expect(later.after[embedding]).not.toEqual(one.after[embedding])
+    // norms are f32
+    expect((await run(2)).after[norm]?.length).toBe(32)
+  })
+
+  it.skipIf(skip)(
+    'kahan keeps two bytes an element of a bf16 parameter, and what small updates add up to',
+    async () => {
+      const near = await trained({}, withoutMaster, 20, 0, 1e-5)
+      const kahan = await trained({ rounding: 'kahan' }, withoutMaster, 20, 0, 1e-5)
+      const doubled = await trained({}, 'bf16', 20, 0, 1e-5)
+      const matrices = Object.values(near.before).reduce((sum, { length }) => sum + (length > 32 ? length : 0), 0)
+      expect(kahan.bytes - near.bytes).toBe(2 * matrices)
+      const off = (run: { after: Record<string, number[]> }) =>
+        (run.after[embedding] as number[]).filter((x, i) => x !== (doubled.after[embedding] as number[])[i]).length
+      expect(off(kahan)).toBeLessThan(off(near) / 4)
+    },
+  )
+
+  it.skipIf(skip)('without gradients norms stay and matrices decay, by every rule', async () => {
+    using where = device(name)
+    for (const options of [adamw(), lion(), sgd({ weightDecay: 0.1 })]) {
+      using model = new LlamaForCausalLM(config, { recipe: 'fp32', device: where })
+      using optimizer = optimizerOf(model, model.recipe, options)
+      for (const param of optimizer.params) {
+        const { tensor } = param
+        const before = await tensor.read()
+        scope(() => param.accumulate(Tensor.zeros(tensor.shape, { device: where })))
+        optimizer.step(0.5)
+        param.dropGrad()
+        const share = tensor.shape.length === 2 ? 0.95 : 1
+        for (const [i, x] of (await tensor.read()).entries()) expect(x).toBeCloseTo(share * (before[i] as number), 6)
+      }
+    }
+  })
+
+  it.skipIf(skip).each([adamw({ lr: 0.01 }), lion({ lr: 0.003 }), sgd({ lr: 0.1, nesterov: true })])(
+    'the trainer learns with $rule',
+    async (optimizer) => {
+      using where = device(name)
+      using model = new LlamaForCausalLM({ ...config, vocab_size: 256 }, { recipe: 'coat', seed: 1, device: where })
+      const data = new TextDataset('all work and no play makes a dull day. '.repeat(40), { sequence: 32, seed: 7 })
+      using trainer = new Trainer(model, { data, batch: 4, steps: 12, optimizer })
+      const losses: number[] = []
+      for await (const { loss } of trainer.run()) losses.push(loss)
+      expect(losses.at(-1)).toBeLessThan((losses[0] as number) - 0.3)
+    },
+  )
 })
 
 it('takes unsafe formats of v where it is told to', () => {
   using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
   const parameters = [{ match: '*', m: 'e4m3/g128', v: 'e4m3/g128' }] as const
   using optimizer = new AdamW(model, model.recipe, { parameters, allowUnsafe: true })
-  for (const param of optimizer.params) expect(optimizer.stateOf(param).v.format).toBe('e4m3/g128')
+  for (const param of optimizer.params) expect(optimizer.stateOf(param).v?.format).toBe('e4m3/g128')
+})
+
+it('takes v in runs with a floor, where the second beta is small enough', () => {
+  using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
+  const parameters = [{ match: '*', m: 'e4m3/g128', v: 'e4m3/g128' }] as const
+  using optimizer = new AdamW(model, model.recipe, { parameters })
+  expect(optimizer.options.vFloor).toBe(true)
+  const refused = (options: AdamWOptions) =>
+    failure(() => new AdamW(model, model.recipe, { parameters, ...options })).message
+  expect(refused({ vFloor: false })).toMatch(
+    /stores small second moments as 0, .* take v e4m3\/x128, vFloor, or set allow/,
+  )
+  expect(refused({ betas: [0.9, 0.999] })).toMatch(/gain away with betas\[1\] 0\.999, .* betas\[1\] of at most 0\.99,/)
+})
+
+it('refuses roundings that there is nothing to round for, and rules of SGD', () => {
+  const refused = (recipe: RecipeName | Recipe, options: FullOptions) => {
+    using model = new LlamaForCausalLM(config, { recipe })
+    return failure(() => optimizerOf(model, model.recipe, options)).message
+  }
+  expect(refused('fp32', adamw({ rounding: 'stochastic' }))).toBe(
+    'adamw: rounding is stochastic and must be nearest where no parameter is bf16',
+  )
+  expect(refused('bf16', lion({ rounding: 'kahan' }))).toBe(
+    "lion: rounding is kahan and must be nearest with the recipe's master f32, which loses nothing",
+  )
+  expect(failure(() => sgd({ nesterov: true, dampening: 0.1 })).message).toMatch(
+    /nesterov needs momentum greater than 0/,
+  )
+  expect(failure(() => sgd({ momentum: 1 })).message).toMatch(/momentum is 1 and must be at least 0 and less than 1/)
+  expect(failure(() => lion({ eps: 1 } as never)).message).toMatch(/lion: option 'eps' is unknown; the options are/)
+  expect(failure(() => adamw({ seed: -1 })).message).toMatch(/seed is -1 and must be an integer from 0 to 2\^53/)
+  expect(failure(() => adamw({ rounding: 'up' as never })).message).toMatch(/must be one of nearest, stochastic, kahan/)
+  using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
+  const parameters = [{ match: '*', m: 'bf16x2' as never }]
+  expect(failure(() => new Sgd(model, model.recipe, { parameters })).message).toMatch(/m bf16x2, of .* not a format of/)
 })
 
 it.each<[AdamWOptions, RegExp]>([

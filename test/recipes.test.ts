@@ -22,13 +22,15 @@ it.each<[unknown, RegExp]>([
   ['cote', /recipe: 'cote' is unknown; the recipes are fp32, bf16, coat/],
   ['toString', /'toString' is unknown/],
   [{ ...recipes.coat, mm: 'f32' }, /axis 'mm' is unknown; the axes are x, w, dy/],
-  [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/g128', 'e4m3\/x128'/],
+  [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/t', 'e4m3\/g64'/],
   [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
-  [{ ...recipes.coat, v: 'f32' }, /m and v must have one format/],
+  [{ ...recipes.coat, v: 'f32' }, /m and v must be a pair of formats that adamw has; received/],
   [{ ...recipes.fp32, master: 'f32' }, /param 'f32' takes no master/],
+  [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
+  [{ ...recipes.bf16, rounding: 'kahan' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
 ])('refuses %j', (which, text) => {
   const attempt = () => recipe(which as Recipe)
   expect(attempt).toThrow(CoatError)

@@ -18,6 +18,9 @@ it('reads back what was written, in every format', async () => {
   for (const format of [
     'f32',
     'bf16',
+    'f16',
+    'bf16x2',
+    'f16/t',
     'e4m3/t',
     'e5m2/t',
     'e4m3/g16',
@@ -25,6 +28,7 @@ it('reads back what was written, in every format', async () => {
     'e4m3/x128',
     'e5m2/g128',
     'e5m2/x128',
+    'd8/g256',
   ] as const) {
     using x = Tensor.from(values, [3, 16], { format })
     const back = await x.read()

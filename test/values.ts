@@ -57,7 +57,9 @@ export function largest(n: number, f: (i: number) => number): number {
 }
 
 export type Letter = 'B' | 'D' | 'F' | 'H' | 'J' | 'K' | 'L' | 'M' | 'N' | 'T' | 'V'
-export type Hyper = 'beta1' | 'gain1' | 'beta2' | 'gain2' | 'weight_decay' | 'correct1' | 'correct2'
+export type Hyper =
+  | ('beta1' | 'gain1' | 'beta2' | 'gain2' | 'weight_decay' | 'correct1' | 'correct2' | 'v_floor')
+  | ('momentum' | 'gain' | 'nesterov')
 export type Scalar =
   | 'causal'
   | 'direction'
@@ -70,7 +72,7 @@ export type Scalar =
   | 'scale'
   | 'seed'
   | 'weight'
-export type List = 'g' | 'm' | 'master' | 'p' | 'v'
+export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
   | ('a' | 'b' | 'bias' | 'clip' | 'dloss' | 'dout' | 'dy' | 'ids' | 'logits' | 'lse' | 'mean' | 'out' | 'qkv' | 'rstd')
   | ('table' | 'targets' | 'w' | 'x' | 'y')

@@ -6,18 +6,28 @@
 
 namespace coat::cpu {
 
-void convert(const convert_args& args) {
-  const Tensor &x = args.x, &y = args.y;
-  if (x.format == y.format && !args.scale) {
-    std::memcpy(y.data, x.data, bytes_of(x.format, x.shape));
-    return;
-  }
+namespace {
+
+void requantize(const Tensor& x, const Tensor& scale, const Tensor& y, bool floored) {
   const bool by_row = y.format.scaling == Scaling::run;
   const int64_t rows = by_row ? y.shape.rows() : 1, cols = by_row ? y.shape.cols() : y.shape.numel();
   if (rows * cols == 0 && y.format.scaling != Scaling::tensor) return;
-  write_pieces(y, args.scale, rows, cols, kChunk,
-               [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); });
+  static_assert(kChunk % 256 == 0);  // whole runs, hence whole bytes
+  write_pieces(
+      y, scale, rows, cols, kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
 }
+
+}  // namespace
+
+void convert(const convert_args& args) {
+  const Tensor &x = args.x, &y = args.y;
+  if (x.format == y.format && !args.scale)
+    std::memcpy(y.data, x.data, bytes_of(x.format, x.shape));
+  else
+    requantize(x, args.scale, y, false);
+}
+
+void convert_floored(const convert_floored_args& args) { requantize(args.x, args.scale, args.y, true); }
 
 namespace {
 

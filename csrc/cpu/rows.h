@@ -24,10 +24,10 @@ inline std::vector<float> read_all(const Tensor& t) {
 }
 
 // Encodes f32 values into y piece by piece. A /t format needs its scale first: given, or measured by showing every
-// piece to measure() and calling seal().
+// piece to measure() and calling seal(). `floored`: no positive value becomes the code of 0.
 class Writer {
  public:
-  Writer(const Tensor& y, const Tensor& scale);
+  Writer(const Tensor& y, const Tensor& scale, bool floored = false);
   bool measures() const { return measures_; }
   void measure(const float* x, int64_t count);
   void seal();
@@ -36,7 +36,7 @@ class Writer {
 
  private:
   const Tensor& y_;
-  bool measures_;
+  bool measures_, floored_;
   float inverse_ = 1.f;
   std::atomic<uint32_t> max_{0};
   std::atomic<int64_t> infs_{0};
@@ -45,8 +45,9 @@ class Writer {
 // Fills y, seen as [rows, cols] and cut into pieces of at most `piece` elements of a row, with what body(begin, end,
 // out) computes in f32. Runs body twice a piece where a scale has to be measured: cheaper than keeping the f32 values.
 template <class Body>
-void write_pieces(const Tensor& y, const Tensor& scale, int64_t rows, int64_t cols, int64_t piece, Body&& body) {
-  Writer writer(y, scale);
+void write_pieces(const Tensor& y, const Tensor& scale, int64_t rows, int64_t cols, int64_t piece, Body&& body,
+                  bool floored = false) {
+  Writer writer(y, scale, floored);
   piece = std::max<int64_t>(1, std::min(piece, cols));
   const int64_t pieces = (cols + piece - 1) / piece;
   const auto sweep = [&](auto&& use) {

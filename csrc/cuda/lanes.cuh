@@ -7,8 +7,6 @@ namespace coat::cuda {
 
 template <class View>
 constexpr Scaling kScaling = View::format().scaling;
-template <class View>
-using RangeOf = std::conditional_t<kScaling<View> == Scaling::expand, RangeWithMin, Range>;
 
 constexpr int kThreads = 256;
 
@@ -54,7 +52,7 @@ struct Lane {
   }
   template <class View>
   __device__ void decode(const View& view, typename View::Open open, float (&x)[E]) {
-    if constexpr (kScaling<View> == Scaling::expand) {
+    if constexpr (kScaling<View> == Scaling::expand || kScaling<View> == Scaling::flat) {
       View held = view;
       held.codes = code;
 #pragma unroll
@@ -74,7 +72,7 @@ struct Lane {
   }
   template <class View>
   __device__ void encode(const View& view, typename View::Sealed sealed, const float (&x)[E]) {
-    if constexpr (kScaling<View> == Scaling::expand) {
+    if constexpr (kScaling<View> == Scaling::expand || kScaling<View> == Scaling::flat) {
       View held = view;
       held.codes = code;
 #pragma unroll
@@ -83,7 +81,7 @@ struct Lane {
 #pragma unroll
       for (int k = 0; k < E; k += 2) {
         float a = x[k], b = x[k + 1];
-        if constexpr (kScaling<View> != Scaling::none) a = a * sealed.inverse, b = b * sealed.inverse;
+        if constexpr (kScaling<View> != Scaling::none) a = View::scaled(sealed, a), b = View::scaled(sealed, b);
         if constexpr (sizeof(Code) == 4)
           code[k].code = a, code[k + 1].code = b;
         else if constexpr (sizeof(Code) == 2)
@@ -186,8 +184,9 @@ __device__ inline void add_all(Range& range, const float (&x)[E]) {
     for (int k = 0; k < E; ++k) range.add(x[k]);
   }
 }
-template <int E>
-__device__ inline void add_all(RangeWithMin& range, const float (&x)[E]) {
+template <class R, int E>
+  requires(!std::is_same_v<R, Range>)
+__device__ inline void add_all(R& range, const float (&x)[E]) {
 #pragma unroll
   for (int k = 0; k < E; ++k) range.add(x[k]);
 }

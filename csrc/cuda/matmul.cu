@@ -248,7 +248,7 @@ bool on_boundary(const void* pointer, int64_t bytes) { return reinterpret_cast<u
 // copied to `room`.
 template <bool AlongK>
 Operand operand(const char* name, const Tensor& x, int threads, int depth, std::optional<Scratch>& room) {
-  const int64_t lines = x.shape.dims[0], width = x.shape.dims[1], bytes = code_bytes(x.format.dtype);
+  const int64_t lines = x.shape.dims[0], width = x.shape.dims[1], bytes = code_bytes(x.format.dtype, 1);
   Operand result{
       x.data, x.format.scaling == Scaling::tensor ? x.scales<float>() : nullptr, AlongK ? lines : width, width, 0, 0};
   if (!on_boundary(x.data, 16) || width * bytes % 16 != 0) {

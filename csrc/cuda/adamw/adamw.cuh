@@ -1,7 +1,8 @@
-// What the kernels of adamw share: the table of parameters that one launch walks.
+// What the kernels of adamw share: who takes which member of a list, and the table of parameters that one launch walks.
 #pragma once
 #include <vector>
 
+#include "../../contract.h"
 #include "../../formula.h"
 #include "../../ops.h"
 #include "../lanes.cuh"
@@ -21,7 +22,15 @@ struct Item {
   bool p_narrow, g_narrow;  // bf16
 };
 
-// The parameters of a call whose moments have the format of V, `elements` of one parameter a block.
+// Whether expanded.cu takes member i of the list: moments in e4m3/x128, parameters and gradients in f32 or bf16, and no
+// list of what rounding has lost. The kernel of generic.cuh takes all others.
+inline bool is_expanded_case(const adamw_args& args, size_t i) {
+  const auto plain = [](const Tensor& t) { return t.format == F32::format() || t.format == BF16::format(); };
+  return args.m[i].format == E4M3X128::format() && args.v[i].format == E4M3X128::format() && plain(args.p[i]) &&
+         plain(args.g[i]) && args.rounding != kKahan;
+}
+
+// The parameters of a call that expanded.cu takes, `elements` of one parameter a block.
 template <class V>
 struct List {
   std::vector<Item<V>> items;
@@ -30,7 +39,7 @@ struct List {
     for (size_t i = 0; i < args.p.size(); ++i) {
       const Tensor &p = args.p[i], &g = args.g[i];
       const int64_t n = p.shape.numel();
-      if (!(args.m[i].format == V::format()) || n == 0) continue;
+      if (!is_expanded_case(args, i) || n == 0) continue;
       items.push_back({V(args.m[i]), V(args.v[i]), p.data, args.master.empty() ? nullptr : args.master[i].data, g.data,
                        n, blocks, p.format.dtype == DType::bf16, g.format.dtype == DType::bf16});
       blocks += (n + elements - 1) / elements;
@@ -47,7 +56,7 @@ struct List {
   }
 };
 
-// The parameters with moments in e4m3/x128.
+// The members that is_expanded_case names.
 void adamw_expanded(const adamw_args& args);
 
 }  // namespace coat::cuda

@@ -1,22 +1,13 @@
 // convert: from any format to any other, and transposed for the formats that matmul reads.
 #include <cuda_pipeline.h>
 
-#include "../ops.h"
-#include "lanes.cuh"
+#include "convert.cuh"
 
 namespace coat::cuda {
 namespace {
 
-using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
+using Direct = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
 using Matrices = Views<F32, BF16, E4M3T, E5M2T>;
-
-// Bits of the largest finite |x|, merged into *measured, which starts at 0. 8 vectors of 16 bytes a thread. Reads x
-// once.
-template <class X>
-__global__ void __launch_bounds__(kThreads) convert_kernel_measure(X x, Rows rows, uint32_t* measured) {
-  const uint32_t largest = largest_of<true>(x, rows);
-  if (threadIdx.x == 0 && largest > 0) atomicMax(measured, largest);
-}
 
 // Vectors of a thread of convert_kernel.
 template <class X, class Y>
@@ -74,32 +65,17 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kScaling<Y> != Scaling::none) count_infs_of_block(y.status, infs);
 }
 
-// use(given, measured): the scale given, or the maximum measured, or neither.
-template <class Y, class X, class F>
-void with_scale(const Tensor& tensor, const X& x, const Tensor& scale, F&& use) {
-  if constexpr (kScaling<Y> != Scaling::tensor) {
-    use(nullptr, nullptr);
-  } else if (scale) {
-    use(scale.as<float>(), nullptr);
-  } else {
-    const Scratch measured(sizeof(uint32_t));
-    check(cudaMemsetAsync(measured.as<uint32_t>(), 0, sizeof(uint32_t), stream()), "convert");
-    const Rows rows = rows_of<X>(tensor);
-    launch("convert", convert_kernel_measure<X>, largest_blocks<X>(rows), kThreads, 0, x, rows,
-           measured.as<uint32_t>());
-    use(nullptr, measured.as<uint32_t>());
-  }
-}
-
 void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
   if (bytes > 0)
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream()), "convert");
 }
 
+}  // namespace
+
 void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
   const bool by_row = is_ragged(x) || is_ragged(y);
-  with("x", x, All{}, [&](const auto x_view) {
-    with("y", y, All{}, [&](const auto y_view) {
+  with("x", x, Direct{}, [&](const auto x_view) {
+    with("y", y, Direct{}, [&](const auto y_view) {
       using X = std::remove_const_t<decltype(x_view)>;
       using Y = std::remove_const_t<decltype(y_view)>;
       constexpr int E = kLane<CodeOf<X>, CodeOf<Y>>;
@@ -115,21 +91,16 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
   });
 }
 
-}  // namespace
-
 void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale) return copy(y.data, x.data, bytes_of(x.format, x.shape));
   if (x.shape.numel() == 0 && y.format.scaling != Scaling::tensor) return;
+  if (is_state(x.format) || is_state(y.format)) return convert_states(x, args.scale, y);
   const bool expands = x.format.scaling == Scaling::expand || y.format.scaling == Scaling::expand;
   if (!expands || !(is_ragged(x) || is_ragged(y))) return requantize(x, args.scale, y);
-  // runs that end with a row against runs that do not: through f32, which is what both read and write
-  const Scratch values(x.shape.numel() * static_cast<int64_t>(sizeof(float)));
-  Tensor middle = y;
-  middle.format = F32::format();
-  middle.data = values.as<uint8_t>();
-  requantize(x, {}, middle);
-  requantize(middle, args.scale, y);
+  const Plainly middle(x);  // runs that end with a row against runs that do not
+  requantize(x, {}, middle.tensor);
+  requantize(middle.tensor, args.scale, y);
 }
 
 namespace {
