@@ -58,6 +58,14 @@ export function tensor(format: AnyFormat, shape: Shape, values: ArrayLike<number
   return own(made)
 }
 
+/** The same bytes on a device. */
+export async function moved(handle: Handle, device: DeviceKind): Promise<Handle> {
+  const { format, shape } = native.info(handle)
+  const made = own(native.make(format, shape, device, 'temp'))
+  native.write(made, await bytesOf(handle))
+  return made
+}
+
 /** Decodes a tensor. */
 export async function stored(handle: Handle): Promise<Stored> {
   const { format, shape } = native.info(handle)
@@ -175,7 +183,7 @@ export interface OpCheck {
   /** Whether CUDA must give the values of the CPU bit for bit (default true): not where sums run in another order. */
   exact?: boolean
   /** Relative FP32 error beyond the rounding to the output's format (default 1e-6). */
-  slack?: number
+  slack?: number | ((formats: Formats, device: DeviceKind) => number)
 }
 
 // COAT_TEST_FEW=1: a few sizes and combinations, for runs under a sanitizer, where every launch is slow.
@@ -246,6 +254,7 @@ async function checkSizes(
     references.set(key, expected)
 
     const where = `${entry.name} ${JSON.stringify(sizes)} ${JSON.stringify(formats)}`
+    const slack = typeof check.slack === 'function' ? check.slack(formats, device) : (check.slack ?? 1e-6)
     const words = entry.arguments.filter(({ mode }) => mode === 'word').map(({ name, words }) => [name, words[0]])
     const values = { ...numbers, ...Object.fromEntries(words), ...check.words?.(formats) }
     let first: Map<string, Uint8Array> | undefined
@@ -263,16 +272,7 @@ async function checkSizes(
         if (!wanted) throw new Error(`the reference of ${entry.name} gives no ${bare}`)
         const scaled = formats.scale ? 0.0625 : undefined
         if (!first)
-          verify(
-            `${where}: ${name}`,
-            format,
-            shape,
-            bytes,
-            wanted,
-            pick(expected[`|${bare}|`]),
-            check.slack ?? 1e-6,
-            scaled,
-          )
+          verify(`${where}: ${name}`, format, shape, bytes, wanted, pick(expected[`|${bare}|`]), slack, scaled)
       }
       first ??= new Map([...results].map(([name, { bytes }]) => [name, bytes]))
       if (device === 'cuda' && threads === 1 && (check.exact ?? true))
