@@ -3,7 +3,7 @@ import { CoatError, type Device, type FloatFormat, Tensor } from '../lib/index.t
 import type { AnyFormat, Handle, NativeOps } from '../lib/native.gen.ts'
 import { native, type OpArgument } from '../lib/native.ts'
 import { showNumber, type Table } from '../lib/report.ts'
-import { makeRow, type Row } from './row.ts'
+import { makeRow, percentile, type Row } from './row.ts'
 
 export type Sizes = Readonly<Record<string, number>>
 /** Decoded values by argument, inputs as they were before the call. */
@@ -83,7 +83,7 @@ export async function opBench(cases: readonly OpCase[], options: OpBenchOptions)
 export function opTable(rows: readonly Row[]): Table {
   const rates = rows.filter(({ metric, name }) => metric !== 'time' || name.startsWith('read/'))
   return {
-    head: ['op', 'shape', 'formats', 'ms', 'median', 'p20', 'p80', 'unit', 'of copy'],
+    head: ['op', 'shape', 'formats', 'ms', 'median', 'p20', 'p80', 'unit', 'baseline'],
     rows: rates.map((row) => {
       const time = rows.find((other) => other.metric === 'time' && other.name === row.name && same(other, row))
       return [
@@ -96,7 +96,7 @@ export function opTable(rows: readonly Row[]): Table {
         time ? showNumber(time.median) : '',
         ...[row.median, row.p20, row.p80].map(showNumber),
         row.unit,
-        row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} %` : '',
+        row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} % of ${row.baseline.name}` : '',
       ]
     }),
   }
@@ -277,15 +277,34 @@ async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, che
     } as const
     const work = one.flops?.(one.sizes) ?? bytes
     const rates = times.map((time) => work / time / 1e6)
+    const other = device.kind === 'cuda' && !checked && one.op.startsWith('matmul') ? timeOfCublaslt(run, budget) : null
+    const baseline = other === null ? null : { name: 'cublaslt', median: work / other / 1e6 }
     return [
       makeRow({ ...shared, metric: 'time', unit: 'ms' }, times),
       one.flops
-        ? makeRow({ ...shared, metric: 'flops', unit: 'GFLOP/s' }, rates)
+        ? makeRow({ ...shared, metric: 'flops', unit: 'GFLOP/s', baseline }, rates)
         : makeRow({ ...shared, metric: 'bandwidth', unit: 'GB/s', baseline: { name: 'copy', median: copy } }, rates),
     ]
   } finally {
     for (const tensor of [...inputs.values()].flat()) tensor.dispose()
   }
+}
+
+/** The median of the best of cuBLASLt's suggestions, which add FP8 with promotion; null where it is not there or refuses. */
+function timeOfCublaslt(run: () => Handle[], budget: number): number | null {
+  let best: number | null = null
+  try {
+    for (let suggestion = 0; suggestion < 4 && native.baseline(suggestion); suggestion++) {
+      run().forEach(native.free)
+      const median = percentile(repeatOnDevice(run, budget / 4), 50)
+      best = Math.min(best ?? median, median)
+    }
+  } catch (error) {
+    if (!(error instanceof CoatError && error.code === 'baseline')) throw error
+  } finally {
+    native.baseline(-1)
+  }
+  return best
 }
 
 /** What an op's function takes for one argument of the table: a handle or a list, null, a format, a number. */

@@ -264,6 +264,32 @@ describe('matmul', () => {
     })
   })
 
+  const compared = present('cuda') && native.baseline(0)
+  native.baseline(-1)
+  it.skipIf(!compared)('cuBLASLt, asked to compare, makes the same products', async () => {
+    const [M, N, K] = [48, 80, 272]
+    const make = (format: AnyFormat, rows: number, cols: number, seed: number) => {
+      const plain = own(native.random_normal('f32', rows, cols, 0, 1, seed, 'cuda'))
+      return format === 'f32' ? plain : own(native.convert(plain, null, format as 'bf16'))
+    }
+    for (const format of ['f32', 'bf16', 'e4m3/t'] as const) {
+      const runs = [() => native.matmul_nt(make(format, M, K, 1), make(format, N, K, 2), null, 'bf16')]
+      if (format !== 'e4m3/t') {
+        runs.push(() => native.matmul_nn(make(format, M, K, 1), make(format, K, N, 2), 'bf16'))
+        runs.push(() => native.matmul_tn(make(format, K, M, 1), make(format, K, N, 2), 'bf16'))
+      }
+      for (const run of runs) {
+        const ours = await read(own(run()))
+        native.baseline(0)
+        try {
+          expect(distance(await read(own(run())), ours)).toBeLessThan(5e-3)
+        } finally {
+          native.baseline(-1)
+        }
+      }
+    }
+  })
+
   it('the three forms agree bit for bit on the same numbers', async () => {
     const [M, N, K] = [19, 35, 130]
     const [x, w] = [normal(M * K), normal(K * N)]

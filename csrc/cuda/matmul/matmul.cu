@@ -8,7 +8,7 @@ namespace {
 void multiply(const char* name, Form form, const Tensor& a, const Tensor& b, const Tensor& bias, const Tensor& y) {
   const int64_t K = a.shape.dims[form == Form::tn ? 0 : 1];
   const Call call{name, form, a, b, bias, y, y.shape.dims[0], y.shape.dims[1], K};
-  if (call.M == 0 || call.N == 0) return;
+  if (call.M == 0 || call.N == 0 || multiply_by_cublaslt(call)) return;
   switch (a.format.dtype) {
     case DType::f32:
       return multiply_f32(call);

@@ -27,6 +27,8 @@ void multiply_f32(const Call& call);
 void multiply_bf16(const Call& call);
 void multiply_e4m3(const Call& call);
 void multiply_e5m2(const Call& call);
+// Returns whether products of this thread are to be made by cuBLASLt; then this one is.
+bool multiply_by_cublaslt(const Call& call);
 
 // The stored lines of an operand, which begin on 16-byte boundaries: x itself, or a copy in `room` with zeros between.
 struct Lines {
