@@ -3,7 +3,7 @@ import { CoatError, type Device, type FloatFormat, Tensor } from '../lib/index.t
 import type { AnyFormat, Handle, NativeOps } from '../lib/native.gen.ts'
 import { native, type OpArgument } from '../lib/native.ts'
 import { showNumber, type Table } from '../lib/report.ts'
-import { makeRow, type Row } from './row.ts'
+import { makeRow, percentile, type Row } from './row.ts'
 
 export type Sizes = Readonly<Record<string, number>>
 /** Decoded values by argument, inputs as they were before the call. */
@@ -13,8 +13,10 @@ export interface OpCase {
   op: keyof NativeOps
   /** Letters of the table's dims; "*" is M N, and L the length of lists, whose members share M N elements. */
   sizes: Sizes
-  /** What differs in the sizes on a GPU from those of a Llama-2-7B layer with 16384 tokens. */
-  large?: Sizes
+  /** What is timed on a GPU, unless the usual sizes of the letters; none: the case is checked only. */
+  large?: readonly Sizes[]
+  /** Elements of the members of lists on a GPU, unless equal shares of M N. */
+  members?: readonly number[]
   /** Format of every tensor; optional ones that are not named are absent. */
   formats: Readonly<Record<string, AnyFormat>>
   /** Number arguments that are no sizes. */
@@ -23,8 +25,8 @@ export interface OpCase {
   words?: Readonly<Record<string, string>>
   /** Floating-point operations; without it the case is measured in bytes. */
   flops?: (sizes: Sizes) => number
-  /** Element i of `result`, in float64 from the inputs. */
-  expect?: { result: string; value: (i: number, values: Values, sizes: Sizes) => number }
+  /** Element i of `result`, in float64 from the inputs; `tolerance` where sums are less exact than the format. */
+  expect?: { result: string; value: (i: number, values: Values, sizes: Sizes) => number; tolerance?: number }
 }
 
 /** Σ term(k) over k in [0, count). */
@@ -83,7 +85,7 @@ export async function opBench(cases: readonly OpCase[], options: OpBenchOptions)
 export function opTable(rows: readonly Row[]): Table {
   const rates = rows.filter(({ metric, name }) => metric !== 'time' || name.startsWith('read/'))
   return {
-    head: ['op', 'shape', 'formats', 'ms', 'median', 'p20', 'p80', 'unit', 'of copy'],
+    head: ['op', 'shape', 'formats', 'ms', 'median', 'p20', 'p80', 'unit', 'baseline'],
     rows: rates.map((row) => {
       const time = rows.find((other) => other.metric === 'time' && other.name === row.name && same(other, row))
       return [
@@ -96,7 +98,7 @@ export function opTable(rows: readonly Row[]): Table {
         time ? showNumber(time.median) : '',
         ...[row.median, row.p20, row.p80].map(showNumber),
         row.unit,
-        row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} %` : '',
+        row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} % of ${row.baseline.name}` : '',
       ]
     }),
   }
@@ -119,10 +121,8 @@ const large: Readonly<Record<string, number>> = {
   V: 32000,
 }
 
-function largeOf({ sizes, large: own = {} }: OpCase): Sizes {
-  if ('K' in sizes) return { M: 16384, N: 4096, K: 4096 }
-  const entries = Object.entries(sizes).map(([letter, size]) => [letter, own[letter] ?? large[letter] ?? size])
-  return Object.fromEntries(entries)
+function largeOf(sizes: Sizes): Sizes {
+  return Object.fromEntries(Object.entries(sizes).map(([letter, size]) => [letter, large[letter] ?? size]))
 }
 
 /** Bandwidth of a plain copy of n floats: on the CPU by one thread of JavaScript. */
@@ -226,7 +226,10 @@ function repeat<T>(call: () => T, budget: number, after: (result: T) => void = (
 async function measure(one: OpCase, copy: number, options: OpBenchOptions): Promise<Row[]> {
   if (options.device.kind === 'cpu') return await measureAt(one, copy, options, true)
   await measureAt(one, copy, { ...options, budget: 0 }, true)
-  return await measureAt({ ...one, sizes: largeOf(one) }, copy, options, false)
+  const found: Row[] = []
+  for (const sizes of one.large ?? [largeOf(one.sizes)])
+    found.push(...(await measureAt({ ...one, sizes }, copy, options, false)))
+  return found
 }
 
 async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, checked: boolean): Promise<Row[]> {
@@ -270,19 +273,38 @@ async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, che
       name: one.op,
       device: device.kind,
       shape: one.sizes,
-      formats: { ...one.formats },
+      formats: { ...one.formats, ...one.words },
     } as const
     const work = one.flops?.(one.sizes) ?? bytes
     const rates = times.map((time) => work / time / 1e6)
+    const other = device.kind === 'cuda' && !checked && one.op.startsWith('matmul') ? timeOfCublaslt(run, budget) : null
+    const baseline = other === null ? null : { name: 'cublaslt', median: work / other / 1e6 }
     return [
       makeRow({ ...shared, metric: 'time', unit: 'ms' }, times),
       one.flops
-        ? makeRow({ ...shared, metric: 'flops', unit: 'GFLOP/s' }, rates)
+        ? makeRow({ ...shared, metric: 'flops', unit: 'GFLOP/s', baseline }, rates)
         : makeRow({ ...shared, metric: 'bandwidth', unit: 'GB/s', baseline: { name: 'copy', median: copy } }, rates),
     ]
   } finally {
     for (const tensor of [...inputs.values()].flat()) tensor.dispose()
   }
+}
+
+/** The median of the best of cuBLASLt's suggestions, which add FP8 with promotion; null where it is not there or refuses. */
+function timeOfCublaslt(run: () => Handle[], budget: number): number | null {
+  let best: number | null = null
+  try {
+    for (let suggestion = 0; suggestion < 4 && native.baseline(suggestion); suggestion++) {
+      run().forEach(native.free)
+      const median = percentile(repeatOnDevice(run, budget / 4), 50)
+      best = Math.min(best ?? median, median)
+    }
+  } catch (error) {
+    if (!(error instanceof CoatError && error.code === 'baseline')) throw error
+  } finally {
+    native.baseline(-1)
+  }
+  return best
 }
 
 /** What an op's function takes for one argument of the table: a handle or a list, null, a format, a number. */
@@ -300,12 +322,13 @@ function argumentOf(
   if (mode === 'out' || mode === 'opt_out') return [format ?? null]
   if (!format) return [null]
   const list = mode.includes('list')
-  const shape = list ? [1, Math.floor(product('M N', one.sizes) / (one.sizes.L ?? 1))] : shapeOf(dims, one.sizes)
-  const tensors = Array.from({ length: list ? (one.sizes.L ?? 1) : 1 }, (_, i) =>
-    onDevice && shape.length === 2 && format !== 'i32'
+  const share = () => Math.floor(product('M N', one.sizes) / (one.sizes.L ?? 1))
+  const tensors = Array.from({ length: list ? (one.sizes.L ?? 1) : 1 }, (_, i) => {
+    const shape = list ? [1, (onDevice ? one.members?.[i] : undefined) ?? share()] : shapeOf(dims, one.sizes)
+    return onDevice && shape.length === 2 && format !== 'i32'
       ? randomOn(device, name, shape as [number, number], format, i + 1)
-      : Tensor.from(valuesOf(name, shape, format, one.sizes, i + 1), shape, { format, device }).keep(),
-  )
+      : Tensor.from(valuesOf(name, shape, format, one.sizes, i + 1), shape, { format, device }).keep()
+  })
   inputs.set(name, tensors)
   return [list ? tensors.map(({ handle }) => handle) : tensors[0]?.handle]
 }
@@ -385,7 +408,7 @@ function verify(
   }
   for (let i = 0; i < values.length; i++) if (!Number.isFinite(values[i])) fail(i, 'finite')
   if (expect?.result !== name) return
-  const tolerance = tolerances[formats[name]?.split('/')[0] ?? ''] ?? 0
+  const tolerance = Math.max(tolerances[formats[name]?.split('/')[0] ?? ''] ?? 0, expect.tolerance ?? 0)
   const places = Math.min(16, values.length)
   const size = Math.sqrt(sum(values.length, (i) => (values[i] as number) ** 2) / values.length)
   for (let place = 0; place < places; place++) {

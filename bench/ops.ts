@@ -42,19 +42,35 @@ const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
   expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => at(values, 'x', (i % M) * N + Math.floor(i / M)) },
 })
 
+// Products of a layer of Llama-2-7B with 16384 tokens: D 4096, F 11008; and of one of Llama-3.2-1B with few tokens: D 2048,
+// F 8192.
+const forward = [4096, 12288, 11008, 22016].map((N) => ({ M: 16384, N, K: 4096 }))
+const down = { M: 16384, N: 4096, K: 11008 }
+const ofWeights = [
+  { M: 4096, N: 4096, K: 16384 },
+  { M: 11008, N: 4096, K: 16384 },
+  { M: 4096, N: 11008, K: 16384 },
+]
+const fewTokens = [1, 17, 64, 128, 512].flatMap((M) => [
+  { M, N: 8192, K: 2048 },
+  { M, N: 2048, K: 8192 },
+])
 const matmul = (
   op: 'matmul_nt' | 'matmul_nn' | 'matmul_tn',
   sizes: Sizes,
   a: AnyFormat,
   b: AnyFormat,
   y: AnyFormat,
+  large?: readonly Sizes[],
 ): OpCase => ({
   op,
   sizes,
+  ...(large && { large }),
   formats: { a, b, y },
   flops: ({ M = 1, N = 1, K = 1 }) => 2 * M * N * K,
   expect: {
     result: 'y',
+    ...(a.startsWith('e') && { tolerance: 2 ** -8 }), // tensor cores add FP8 products with 14 bits
     value: (i, values, { M = 1, N = 1, K = 1 }) => {
       const m = Math.floor(i / N)
       const n = i % N
@@ -99,11 +115,22 @@ const swiglu = (x: AnyFormat, y: AnyFormat): OpCase => ({
 const adamw = (state: AnyFormat, formats: OpCase['formats'], rounding = 'nearest'): OpCase => ({
   op: 'adamw',
   sizes: { L: 4, ...rows },
-  large: { L: 1, N: 12928 }, // 202 Mi parameters: a layer's
+  large: [{ L: 1, M: 16384, N: 12928 }], // 202 Mi parameters: a layer's
   formats: { ...formats, m: state, v: state, clip: 'f32' },
   numbers: adamwNumbers,
-  words: { rounding },
+  ...(rounding !== 'nearest' && { words: { rounding } }),
 })
+// The 291 parameters of Llama-2-7B, by their elements.
+const llama = [
+  32_000 * 4096,
+  ...Array.from({ length: 32 }, () =>
+    [4, 3, 2].flatMap((count, i) => new Array<number>(count).fill([4096, 11008, 1][i] as number)),
+  )
+    .flat()
+    .map((rows) => 4096 * rows),
+  4096,
+  32_000 * 4096,
+]
 const lion = (m: AnyFormat, formats: OpCase['formats']): OpCase => ({
   op: 'lion',
   sizes: { L: 4, ...rows },
@@ -245,21 +272,29 @@ export const opCases: readonly OpCase[] = [
     formats: { dloss: 'f32', logits: 'bf16', targets: 'i32', lse: 'f32', dx: 'bf16' },
     numbers: { ignore: -100, weight: 1 / 4096 },
   },
-  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'f32', 'f32', 'f32'),
-  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'bf16', 'bf16', 'bf16'),
-  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'e4m3/t', 'e4m3/t', 'bf16'),
+  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'f32', 'f32', 'f32', []),
+  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'bf16', 'bf16', 'bf16', fewTokens),
+  matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'e4m3/t', 'e4m3/t', 'bf16', fewTokens),
   matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'bf16', 'bf16', 'bf16'),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e4m3/t', 'e4m3/t', 'bf16'),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e5m2/t', 'e4m3/t', 'bf16'),
-  matmul('matmul_nn', { M: 2048, N: 128, K: 384 }, 'bf16', 'bf16', 'bf16'),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'bf16', 'bf16', 'bf16', [...forward, down]),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e4m3/t', 'e4m3/t', 'bf16', [...forward, down]),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e4m3/t', 'e4m3/t', 'e4m3/g16', forward.slice(-2)),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e5m2/t', 'e4m3/t', 'bf16', [...forward.slice(0, 1), down]),
+  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e5m2/t', 'e4m3/t', 'f32', ofWeights),
+  matmul('matmul_nn', { M: 2048, N: 128, K: 384 }, 'bf16', 'bf16', 'bf16', [...forward, down]),
   matmul('matmul_nn', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
-  matmul('matmul_tn', { M: 384, N: 128, K: 2048 }, 'bf16', 'bf16', 'bf16'),
+  matmul('matmul_tn', { M: 384, N: 128, K: 2048 }, 'bf16', 'bf16', 'bf16', ofWeights),
   matmul('matmul_tn', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
   adamw('f32', { p: 'bf16', master: 'f32', g: 'bf16' }),
   adamw('e4m3/g128', { p: 'f32', g: 'bf16' }),
   adamw('e4m3/x128', { p: 'f32', g: 'bf16' }),
   adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }),
+  {
+    ...adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }),
+    sizes: { L: 3, ...rows },
+    members: llama,
+    large: [{ L: llama.length, n: sum(llama.length, (i) => llama[i] as number) }],
+  },
   adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }, 'stochastic'),
   adamw('e4m3/x128', { p: 'bf16', lost: 'bf16', g: 'bf16' }, 'kahan'),
   lion('f32', { p: 'f32', g: 'bf16' }),

@@ -234,7 +234,9 @@ class Addon {
   Napi::Value guarded(Napi::Env env, const char* op, F&& f) {
     std::string code, argument, message;
     try {
-      return f();
+      if constexpr (!std::is_void_v<decltype(f())>) return f();
+      f();
+      return env.Undefined();
     } catch (const Error& error) {
       code = error.code;
       argument = error.argument;
@@ -398,15 +400,13 @@ Napi::Value make(const Napi::CallbackInfo& info) {
 }
 
 Napi::Value free(const Napi::CallbackInfo& info) {
-  return addon_of(info).guarded(info.Env(), "free", [&]() -> Napi::Value {
-    addon_of(info).memory.free(number_argument(info[0], "tensor"));
-    return info.Env().Undefined();
-  });
+  return addon_of(info).guarded(info.Env(), "free",
+                                [&] { addon_of(info).memory.free(number_argument(info[0], "tensor")); });
 }
 
 // write(tensor, bytes): codes, then scales, as many bytes as the tensor has.
 Napi::Value write(const Napi::CallbackInfo& info) {
-  return addon_of(info).guarded(info.Env(), "write", [&]() -> Napi::Value {
+  return addon_of(info).guarded(info.Env(), "write", [&] {
     const double handle = number_argument(info[0], "tensor");
     const Tensor& tensor = addon_of(info).memory.get(handle, "tensor");
     if (!info[1].IsTypedArray()) fail("type", "bytes", "bytes must be a typed array");
@@ -421,7 +421,6 @@ Napi::Value write(const Napi::CallbackInfo& info) {
     else
       std::memcpy(tensor.data, from, expected);
     addon_of(info).memory.changed(handle);
-    return info.Env().Undefined();
   });
 }
 
@@ -474,6 +473,11 @@ Napi::Value forget_marks(const Napi::CallbackInfo& info) {
   return info.Env().Undefined();
 }
 
+// baseline(suggestion): products on CUDA by cuBLASLt, below 0 no longer; returns whether it is there.
+Napi::Value baseline(const Napi::CallbackInfo& info) {
+  return Napi::Boolean::New(info.Env(), cuda::choose_cublaslt(info[0].ToNumber().Int32Value()));
+}
+
 Napi::Value info_of(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "info", [&]() -> Napi::Value {
     const Tensor& tensor = addon_of(info).memory.get(number_argument(info[0], "tensor"), "tensor");
@@ -487,9 +491,8 @@ Napi::Value info_of(const Napi::CallbackInfo& info) {
 }
 
 Napi::Value retag(const Napi::CallbackInfo& info) {
-  return addon_of(info).guarded(info.Env(), "retag", [&]() -> Napi::Value {
+  return addon_of(info).guarded(info.Env(), "retag", [&] {
     addon_of(info).memory.retag(number_argument(info[0], "tensor"), parse_purpose(text_argument(info[1], "purpose")));
-    return info.Env().Undefined();
   });
 }
 
@@ -524,10 +527,7 @@ Napi::Value reset_peak(const Napi::CallbackInfo& info) {
 }
 
 Napi::Value check_guards(const Napi::CallbackInfo& info) {
-  return addon_of(info).guarded(info.Env(), "checkGuards", [&]() -> Napi::Value {
-    addon_of(info).memory.check_guards();
-    return info.Env().Undefined();
-  });
+  return addon_of(info).guarded(info.Env(), "checkGuards", [&] { addon_of(info).memory.check_guards(); });
 }
 
 // threads() or threads(count): how many threads take part in an op of the CPU backend.
@@ -598,6 +598,7 @@ Napi::Object init(Napi::Env env, Napi::Object exports) {
   set("mark", mark);
   set("elapsed", elapsed);
   set("forgetMarks", forget_marks);
+  set("baseline", baseline);
   set("info", info_of);
   set("retag", retag);
   set("version", version);

@@ -55,7 +55,7 @@ export interface NativeOps {
   cross_entropy_forward(logits: Handle, targets: Handle, ignore: number, weight: number): [loss: Handle, lse: Handle]
   /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], dx [M, V]. */
   cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, dx: 'f32' | 'bf16', ignore: number, weight: number): Handle
-  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32; y is rounded once. a [M, K], b [N, K], bias [N], y [M, N]. */
+  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits; y is rounded once. a [M, K], b [N, K], bias [N], y [M, N]. */
   matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16'): Handle
   /** y = a b. a [M, K], b [K, N], y [M, N]. */
   matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle

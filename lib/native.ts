@@ -91,6 +91,8 @@ export interface Native extends NativeOps {
   mark(): number
   elapsed(from: number, to: number): number
   forgetMarks(): void
+  /** Products on CUDA are from now on made by cuBLASLt, by that one of its suggestions, below 0 no longer; whether it is there. */
+  baseline(suggestion: number): boolean
   info(tensor: Handle): TensorInfo
   retag(tensor: Handle, purpose: Purpose): void
   version(tensor: Handle): number

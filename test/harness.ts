@@ -58,6 +58,14 @@ export function tensor(format: AnyFormat, shape: Shape, values: ArrayLike<number
   return own(made)
 }
 
+/** The same bytes on a device. */
+export async function moved(handle: Handle, device: DeviceKind): Promise<Handle> {
+  const { format, shape } = native.info(handle)
+  const made = own(native.make(format, shape, device, 'temp'))
+  native.write(made, await bytesOf(handle))
+  return made
+}
+
 /** Decodes a tensor. */
 export async function stored(handle: Handle): Promise<Stored> {
   const { format, shape } = native.info(handle)
@@ -184,7 +192,7 @@ export interface OpCheck {
    */
   approximate?: Approximate
   /** Relative FP32 error beyond the rounding to the output's format (default 1e-6). */
-  slack?: number
+  slack?: number | ((formats: Formats, device: DeviceKind) => number)
 }
 
 // COAT_TEST_FEW=1: a few sizes and combinations, for runs under a sanitizer, where every launch is slow.
@@ -258,6 +266,7 @@ async function checkSizes(
     references.set(key, expected)
 
     const where = `${entry.name} ${JSON.stringify(sizes)} ${JSON.stringify(formats)}`
+    const slack = typeof check.slack === 'function' ? check.slack(formats, device) : (check.slack ?? 1e-6)
     const words = entry.arguments.filter(({ mode }) => mode === 'word').map(({ name, words }) => [name, words[0]])
     const values = { ...numbers, ...Object.fromEntries(words), ...check.words?.(formats) }
     let first: Map<string, Uint8Array> | undefined
@@ -282,7 +291,7 @@ async function checkSizes(
             bytes,
             wanted,
             pick(expected[`|${bare}|`]),
-            (device === 'cuda' ? check.approximate?.[kindOf(format)] : undefined) ?? check.slack ?? 1e-6,
+            (device === 'cuda' ? check.approximate?.[kindOf(format)] : undefined) ?? slack,
             scaled,
           )
       }

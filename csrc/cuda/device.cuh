@@ -17,31 +17,53 @@ uint32_t* counters();
 constexpr int kCounters = 1024;
 void check(cudaError_t result, const char* what);
 
-// The one way to start a kernel.
+// The ways to start a kernel; all check.
+template <class... Parameters>
+void allow_shared(const char* name, void (*kernel)(Parameters...), size_t shared) {
+  if (shared > 32 * 1024)  // with the static part it must not exceed 48 KiB unless asked for
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
+}
 template <class... Parameters, class... Given>
 void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, Given&&... given) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  if (shared > 32 * 1024)  // with the static part it must not exceed 48 KiB unless asked for
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
+  allow_shared(name, kernel, shared);
   kernel<<<grid, block, shared, stream()>>>(Parameters(given)...);
   check(cudaGetLastError(), name);
 }
-
-// The same for a kernel that may begin while the one before it in the stream ends, which hides the time of a launch: it
-// calls after_previous() before it touches memory, and what it waits for may call let_next_begin() early.
 template <class... Parameters, class... Given>
-void launch_next(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, Given&&... given) {
+void launch_as(cudaLaunchAttribute attribute, const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+               size_t shared, Given&&... given) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  allow_shared(name, kernel, shared);
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared;
   config.stream = stream();
-  config.attrs = &overlap;
+  config.attrs = &attribute;
   config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(given)...), name);
+}
+
+// In clusters of `cluster` neighbours of the grid.
+template <class... Parameters, class... Given>
+void launch_clusters(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster,
+                     size_t shared, Given&&... given) {
+  cudaLaunchAttribute size{};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = cluster;
+  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  launch_as(size, name, kernel, grid, block, shared, given...);
+}
+
+// A kernel that may begin while the one before it in the stream ends, which hides the time of a launch: it calls
+// after_previous() before it touches memory, and what it waits for may call let_next_begin() early.
+template <class... Parameters, class... Given>
+void launch_next(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, Given&&... given) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  launch_as(overlap, name, kernel, grid, block, 0, given...);
 }
 __device__ inline void after_previous() { cudaGridDependencySynchronize(); }
 __device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }

@@ -42,6 +42,9 @@ void synchronize();
 int64_t mark();
 double elapsed(int64_t from, int64_t to);
 void forget_marks();
+// Products of this thread are from now on made by cuBLASLt, to compare with, by that one of its suggestions; below 0 by
+// our kernels again. Returns whether the library is asked and there.
+bool choose_cublaslt(int suggestion);
 // Called after every op: remembers its name for errors; waits when COAT_SYNC=1.
 void launched(const char* op);
 // Counters that kernels of this thread write, readable at any time.

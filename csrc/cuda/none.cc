@@ -34,6 +34,7 @@ void synchronize() { refuse(); }
 int64_t mark() { refuse(); }
 double elapsed(int64_t, int64_t) { refuse(); }
 void forget_marks() {}
+bool choose_cublaslt(int) { return false; }
 void launched(const char*) {}
 Status* status() { refuse(); }
 void close() {}

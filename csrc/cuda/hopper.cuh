@@ -1,0 +1,224 @@
+// What only Hopper has: tensor maps and the copy engine that reads and writes tiles by them, barriers in shared memory
+// that count its bytes, products of warpgroups, clusters. The only inline PTX of this kind.
+#pragma once
+#include <cuda.h>
+
+#include "device.cuh"
+
+namespace coat::cuda {
+
+// ---- tensor maps (host) ----
+
+// A matrix [lines, width] of codes of `size` bytes, `stride` bytes from line to line, read or written in tiles of 128
+// bytes by `tile_lines` lines that stand in shared memory in swizzled rows of 128 bytes. Reading outside gives zeros,
+// writing outside does nothing.
+CUtensorMap tensor_map(const char* op, const void* codes, int size, int64_t lines, int64_t width, int64_t stride,
+                       int tile_lines);
+
+// ---- shared memory ----
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+// Where 16-byte piece `piece` of line `line` stands in a tile of lines of 128 bytes.
+__device__ inline uint32_t swizzled(int line, int piece) {
+  return static_cast<uint32_t>(line * 128 + ((piece ^ line) & 7) * 16);
+}
+// Makes ordinary writes to shared memory visible to the copy engine and the tensor cores.
+__device__ inline void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- barriers ----
+
+__device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Arrives at the barrier of this address in block `block` of the cluster, in no order with ordinary writes.
+__device__ inline void barrier_arrive(uint32_t barrier, uint32_t block) {
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.shared::cluster.b64 _, "
+      "[remote];}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+// Waits for the `threads` threads that meet at number `name`.
+__device__ inline void meet(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// ---- clusters ----
+
+__device__ inline uint32_t block_of_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// ---- the copy engine ----
+
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// The tile whose first code is at (line, column), to shared memory at `to`; its bytes count at `barrier`.
+__device__ inline void load_tile(const CUtensorMap& map, uint32_t to, uint32_t barrier, int line, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(line)
+      : "memory");
+}
+// The same to the same addresses of all blocks of `mask`.
+__device__ inline void load_tile_to(uint16_t mask, const CUtensorMap& map, uint32_t to, uint32_t barrier, int line,
+                                    int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(line), "h"(mask)
+      : "memory");
+}
+__device__ inline void store_tile(const CUtensorMap& map, uint32_t from, int line, int column) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(from), "r"(column), "r"(line)
+               : "memory");
+}
+__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the stores of this thread have read their shared memory.
+__device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit codes to shared memory; the lane gives the address of line lane % 8 of matrix lane / 8.
+__device__ inline void store_matrices(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(r0), "r"(r1), "r"(r2),
+               "r"(r3)
+               : "memory");
+}
+
+// Neighbours to shared memory at once.
+__device__ inline void put_shared(uint32_t at, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+}
+__device__ inline void put_shared(uint32_t at, uint16_t codes) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(codes) : "memory");
+}
+
+// ---- registers ----
+
+template <int Count>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// ---- products of a warpgroup: sums [64, 128 or 256] += a [64, 32 bytes] b^T [128 or 256, 32 bytes] ----
+
+// Where an operand stands in shared memory, in tiles of lines of 128 bytes. Along K: 8 lines are 1024 bytes. Across it:
+// 8 lines of K are 1024 bytes, and tiles of 64 codes are `apart` bytes apart.
+__device__ inline uint64_t operand_at(uint32_t address, uint32_t apart) {
+  return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | static_cast<uint64_t>(apart >> 4) << 16 | 64ull << 32 |
+         1ull << 62;
+}
+__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int Open>
+__device__ inline void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Open) : "memory");
+}
+// Keeps the compiler from moving uses of the sums over what is asynchronous.
+template <int Count>
+__device__ inline void hold(float (&sums)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+#define COAT_SUMS_64(s)                                                                                       \
+  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), "+f"(s[8]), \
+      "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]), "+f"(s[15]), "+f"(s[16]),  \
+      "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]), "+f"(s[22]), "+f"(s[23]), "+f"(s[24]), \
+      "+f"(s[25]), "+f"(s[26]), "+f"(s[27]), "+f"(s[28]), "+f"(s[29]), "+f"(s[30]), "+f"(s[31]), "+f"(s[32]), \
+      "+f"(s[33]), "+f"(s[34]), "+f"(s[35]), "+f"(s[36]), "+f"(s[37]), "+f"(s[38]), "+f"(s[39]), "+f"(s[40]), \
+      "+f"(s[41]), "+f"(s[42]), "+f"(s[43]), "+f"(s[44]), "+f"(s[45]), "+f"(s[46]), "+f"(s[47]), "+f"(s[48]), \
+      "+f"(s[49]), "+f"(s[50]), "+f"(s[51]), "+f"(s[52]), "+f"(s[53]), "+f"(s[54]), "+f"(s[55]), "+f"(s[56]), \
+      "+f"(s[57]), "+f"(s[58]), "+f"(s[59]), "+f"(s[60]), "+f"(s[61]), "+f"(s[62]), "+f"(s[63])
+#define COAT_SUMS_128(s)                                                                                              \
+  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), "+f"(s[8]),         \
+      "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]), "+f"(s[15]), "+f"(s[16]),          \
+      "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]), "+f"(s[22]), "+f"(s[23]), "+f"(s[24]),         \
+      "+f"(s[25]), "+f"(s[26]), "+f"(s[27]), "+f"(s[28]), "+f"(s[29]), "+f"(s[30]), "+f"(s[31]), "+f"(s[32]),         \
+      "+f"(s[33]), "+f"(s[34]), "+f"(s[35]), "+f"(s[36]), "+f"(s[37]), "+f"(s[38]), "+f"(s[39]), "+f"(s[40]),         \
+      "+f"(s[41]), "+f"(s[42]), "+f"(s[43]), "+f"(s[44]), "+f"(s[45]), "+f"(s[46]), "+f"(s[47]), "+f"(s[48]),         \
+      "+f"(s[49]), "+f"(s[50]), "+f"(s[51]), "+f"(s[52]), "+f"(s[53]), "+f"(s[54]), "+f"(s[55]), "+f"(s[56]),         \
+      "+f"(s[57]), "+f"(s[58]), "+f"(s[59]), "+f"(s[60]), "+f"(s[61]), "+f"(s[62]), "+f"(s[63]), "+f"(s[64]),         \
+      "+f"(s[65]), "+f"(s[66]), "+f"(s[67]), "+f"(s[68]), "+f"(s[69]), "+f"(s[70]), "+f"(s[71]), "+f"(s[72]),         \
+      "+f"(s[73]), "+f"(s[74]), "+f"(s[75]), "+f"(s[76]), "+f"(s[77]), "+f"(s[78]), "+f"(s[79]), "+f"(s[80]),         \
+      "+f"(s[81]), "+f"(s[82]), "+f"(s[83]), "+f"(s[84]), "+f"(s[85]), "+f"(s[86]), "+f"(s[87]), "+f"(s[88]),         \
+      "+f"(s[89]), "+f"(s[90]), "+f"(s[91]), "+f"(s[92]), "+f"(s[93]), "+f"(s[94]), "+f"(s[95]), "+f"(s[96]),         \
+      "+f"(s[97]), "+f"(s[98]), "+f"(s[99]), "+f"(s[100]), "+f"(s[101]), "+f"(s[102]), "+f"(s[103]), "+f"(s[104]),    \
+      "+f"(s[105]), "+f"(s[106]), "+f"(s[107]), "+f"(s[108]), "+f"(s[109]), "+f"(s[110]), "+f"(s[111]), "+f"(s[112]), \
+      "+f"(s[113]), "+f"(s[114]), "+f"(s[115]), "+f"(s[116]), "+f"(s[117]), "+f"(s[118]), "+f"(s[119]), "+f"(s[120]), \
+      "+f"(s[121]), "+f"(s[122]), "+f"(s[123]), "+f"(s[124]), "+f"(s[125]), "+f"(s[126]), "+f"(s[127])
+#define COAT_LIST_64                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define COAT_LIST_128                                                                            \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// From zero when `adds` is 0.
+template <class A, class B>
+__device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b, int adds) {
+  if constexpr (std::is_same_v<A, E4M3>)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" COAT_LIST_64
+        "}, %64, %65, p, 1, 1;}"
+        : COAT_SUMS_64(s)
+        : "l"(a), "l"(b), "r"(adds));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 {" COAT_LIST_64
+        "}, %64, %65, p, 1, 1;}"
+        : COAT_SUMS_64(s)
+        : "l"(a), "l"(b), "r"(adds));
+}
+template <bool AlongA, bool AlongB>
+__device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" COAT_LIST_64 "}, %64, %65, 1, 1, 1, %66, %67;"
+               : COAT_SUMS_64(s)
+               : "l"(a), "l"(b), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
+}
+template <bool AlongA, bool AlongB>
+__device__ inline void multiply(float (&s)[128], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" COAT_LIST_128
+               "}, %128, %129, 1, 1, 1, %130, %131;"
+               : COAT_SUMS_128(s)
+               : "l"(a), "l"(b), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
+}
+#undef COAT_SUMS_64
+#undef COAT_SUMS_128
+#undef COAT_LIST_64
+#undef COAT_LIST_128
+
+}  // namespace coat::cuda

@@ -1,0 +1,43 @@
+// One call of matmul, and who makes it by the format of a.
+#pragma once
+#include <optional>
+
+#include "result.cuh"
+
+namespace coat::cuda {
+
+enum class Form { nt, nn, tn };  // y = a b^T, a b, a^T b
+
+struct Call {
+  const char* name;
+  Form form;
+  Tensor a, b, bias, y;  // no bias: no data
+  int64_t M, N, K;       // M and N are at least 1
+
+  Result result() const {
+    const auto scale = [](const Tensor& x) {
+      return x.format.scaling == Scaling::tensor ? x.scales<float>() : nullptr;
+    };
+    const bool pairs = N % 2 == 0 && reinterpret_cast<uintptr_t>(y.data) % 8 == 0;
+    return {M, N, scale(a), scale(b), bias.data, bias.format.dtype == DType::bf16, pairs};
+  }
+};
+
+void multiply_f32(const Call& call);
+void multiply_bf16(const Call& call);
+void multiply_e4m3(const Call& call);
+void multiply_e5m2(const Call& call);
+// Returns whether products of this thread are to be made by cuBLASLt; then this one is.
+bool multiply_by_cublaslt(const Call& call);
+
+// The stored lines of an operand, which begin on 16-byte boundaries: x itself, or a copy in `room` with zeros between.
+struct Lines {
+  const uint8_t* codes;
+  int64_t lines, width, stride;  // in codes
+};
+Lines lines_of(const char* name, const Tensor& x, std::optional<Scratch>& room);
+
+// y from the sums of `splits` parts of K, which lie side by side: row m of part s begins at (m splits + s) apart.
+void add_splits(const Call& call, const float* parts, int splits, int64_t apart);
+
+}  // namespace coat::cuda

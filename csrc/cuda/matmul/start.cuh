@@ -1,0 +1,97 @@
+// From a call to launches of the kernel for tensor cores: maps for the copy engine, the plan, and parts of K.
+#pragma once
+#include "plan.h"
+#include "products.cuh"
+#include "tensor.cuh"
+
+namespace coat::cuda {
+
+// What the three shapes of a call have in common. y is the view of a matrix of M lines and `width` columns at `to`.
+template <class Y>
+struct Start {
+  const Call& call;
+  const Lines &a, &b;
+  const Plan& plan;
+  Result result;
+  Y y;
+  uint8_t* to;
+  int64_t width, apart;
+};
+
+template <class A, class B, bool AlongA, bool AlongB, class Shape, class Y>
+void start(const Start<Y>& s) {
+  constexpr int kDepth = 128 / sizeof(A), kSizeY = sizeof(CodeOf<Y>);
+  const char* name = s.call.name;
+  const ShapeRow& row = kShapes[s.plan.shape];
+  TensorProduct p{};
+  p.result = s.result;
+  p.steps = static_cast<int>((s.call.K + kDepth - 1) / kDepth);
+  p.chunk = s.plan.chunk;
+  p.down = static_cast<unsigned>((s.call.M + row.rows - 1) / row.rows);
+  p.across = static_cast<unsigned>((s.call.N + row.columns - 1) / row.columns);
+  p.splits = static_cast<unsigned>(s.plan.splits);
+  p.apart = s.apart;
+  p.by_tiles = s.width * kSizeY % 16 == 0 && reinterpret_cast<uintptr_t>(s.to) % 16 == 0;
+  const auto map_of = [&](const Lines& x, int tile_lines) {
+    return tensor_map(name, x.codes, sizeof(A), x.lines, x.width, x.stride, tile_lines);
+  };
+  const CUtensorMap a_map = map_of(s.a, AlongA ? Shape::kRows : 64);
+  const CUtensorMap b_map = map_of(s.b, AlongB ? Shape::kColumns / Shape::kCluster : 64);
+  const CUtensorMap y_map =
+      p.by_tiles ? tensor_map(name, s.to, kSizeY, s.call.M, s.width, s.width, 64) : a_map;  // a_map: not used
+  const int64_t work = int64_t{p.down} * p.across * p.splits;
+  const auto clusters = static_cast<unsigned>(std::min<int64_t>(work, multiprocessors() / Shape::kCluster));
+  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape>, clusters * Shape::kCluster,
+                  Shape::kThreads, Shape::kCluster, Shape::kShared, a_map, b_map, y_map, p, s.y);
+}
+
+template <class A, class B, bool AlongA, bool AlongB, class Y>
+void start_shape(const Start<Y>& s) {
+  const auto as = [&](auto shape) {
+    using Shape = decltype(shape);
+    static_assert(sizeof(A) == sizeof(B));
+    start<A, B, AlongA, AlongB, Shape>(s);
+  };
+  switch (s.plan.shape) {  // the rows of kShapes
+    case 0:
+      return as(TileShape<2, 2, 2>{});
+    case 1:
+      return as(TileShape<2, 1, 1>{});
+    default:
+      return as(TileShape<1, 1, 1>{});
+  }
+}
+
+template <class A, class B, bool AlongA, bool AlongB, class... Y>
+void multiply(const Call& call, Views<Y...> list) {
+  constexpr int64_t kMost = INT32_MAX - 512;  // the copy engine counts in 32 bits, up to the end of the last tile
+  const std::pair<const char*, int64_t> sizes[] = {{"M", call.M}, {"N", call.N}, {"K", call.K}};
+  for (const auto& [letter, size] : sizes)
+    if (size > kMost)
+      fail("shape", "a", "a ", text_of(call.a), " and b ", text_of(call.b), " have ", letter, " = ", size,
+           " and must have at most ", kMost, " on cuda");
+  if (call.K == 0) return add_splits(call, nullptr, 0, 0);
+  constexpr int kDepth = 128 / sizeof(A);
+  std::optional<Scratch> rooms[3];
+  const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth);
+  if (plan.splits == 1) {
+    with("y", call.y, list, [&](const auto view) {
+      using V = std::remove_const_t<decltype(view)>;
+      start_shape<A, B, AlongA, AlongB>(Start<V>{call, a, b, plan, call.result(), view, call.y.data, call.N, 0});
+    });
+    return;
+  }
+  // the sums of the parts lie side by side in every row, whole tiles each, so that rows end where those of y do
+  const int columns = kShapes[plan.shape].columns;
+  const int64_t apart = (call.N + columns - 1) / columns * columns, width = plan.splits * apart;
+  Tensor sums;
+  sums.format = F32::format();
+  rooms[2].emplace(call.M * width * 4);
+  sums.data = rooms[2]->as<uint8_t>();
+  const Result plain{call.M, call.N, nullptr, nullptr, nullptr, false, false};
+  start_shape<A, B, AlongA, AlongB>(Start<F32>{call, a, b, plan, plain, F32(sums), sums.data, width, apart});
+  add_splits(call, rooms[2]->as<float>(), plan.splits, apart);
+}
+
+}  // namespace coat::cuda

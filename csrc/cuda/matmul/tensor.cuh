@@ -1,0 +1,188 @@
+// Products on the tensor cores: the kernel for bf16 and FP8 operands in all three forms.
+#pragma once
+#include "finish.cuh"
+
+namespace coat::cuda {
+
+// What a cluster of blocks makes at a time: a block 64 rows of y a warpgroup, and columns in halves of 128.
+template <int Products, int Halves, int Cluster>
+struct TileShape {
+  static constexpr int kProducts = Products, kHalves = Halves, kCluster = Cluster;
+  static constexpr int kRows = 64 * Products, kColumns = kHalf * Halves;  // of a block
+  static constexpr int kThreads = (Products + 1) * 128;
+  static constexpr uint32_t kBytesA = kRows * 128, kHalfB = kHalf * 128, kSlotBytes = kBytesA + Halves * kHalfB;
+  static constexpr int kSlots = 192 * 1024 / kSlotBytes;
+  static constexpr uint32_t kStaging = 2 * kStagingTile;
+  static constexpr uint32_t kShared = kSlots * kSlotBytes + Products * kStaging + 1024;
+};
+
+// One call, as the kernel sees it.
+struct TensorProduct {
+  Result result;
+  int steps, chunk;       // along K in all, and of one part of K
+  unsigned down, across;  // tiles of a cluster in y
+  unsigned splits;        // parts of K, each of which makes its own sums
+  int64_t apart;          // columns from the sums of one part to those of the next
+  bool by_tiles;          // y is written by the copy engine
+};
+
+// A piece of work of a cluster is a tile of y and a part of K: its steps along K, and where the tile lies.
+struct Steps {
+  int first, last;
+  __device__ Steps(const TensorProduct& p, unsigned index) {
+    first = static_cast<int>(index / (p.down * p.across)) * p.chunk;
+    last = min(first + p.chunk, p.steps);
+  }
+};
+template <class Shape>
+struct Place {
+  int64_t m, n, shift;
+  __device__ Place(const TensorProduct& p, unsigned index, unsigned rank) {
+    const unsigned tiles = p.down * p.across, part = index / tiles;
+    const Order order(index - part * tiles, p.down, p.across);
+    m = (order.row * Shape::kCluster + rank) * Shape::kRows;
+    n = order.column * Shape::kColumns;
+    shift = part * p.apart;
+  }
+};
+
+// A cluster of blocks takes one piece of work after the other. In a block one thread fetches by the copy engine, into a
+// ring of slots of 128 bytes along K; one or two warpgroups multiply. The blocks of a cluster stand one below the other
+// and fetch parts of b for each other. FP8 sums leave the tensor cores, which keep 14 bits, every 128 of K, and are
+// added in FP32; while one warpgroup adds, the other multiplies. Bytes per element of y: K (size of a / columns + size
+// of b / rows) of a cluster read from L2, one element written.
+template <class A, class B, bool AlongA, bool AlongB, class Y, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    matmul_kernel_tensor(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                         const __grid_constant__ CUtensorMap y_map, const TensorProduct p, const Y y) {
+  constexpr int kProducts = Shape::kProducts, kHalves = Shape::kHalves, kCluster = Shape::kCluster;
+  constexpr int kSlots = Shape::kSlots, kSize = sizeof(A);
+  constexpr int kDepth = 128 / kSize;  // of K in a slot
+  constexpr int kMulti = 32 / kSize;   // of K in one product
+  constexpr uint32_t kTileBytes = 8192;
+  constexpr bool kPromotes = kSize == 1;
+  static_assert(kSize == 2 || (AlongA && AlongB), "the tensor cores take FP8 operands along K only");
+  extern __shared__ uint8_t raw[];
+  __shared__ alignas(8) uint64_t barriers[2 * kSlots];
+  const uint32_t slots = (shared_address(raw) + 1023) / 1024 * 1024, staging = slots + kSlots * Shape::kSlotBytes;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kSlots;
+  const uint32_t rank = kCluster == 1 ? 0 : block_of_cluster();
+  const unsigned count = p.down * p.across * p.splits, begin = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, kProducts * kCluster);
+    }
+    barrier_init_done();
+    prefetch_map(a_map);
+    prefetch_map(b_map);
+  }
+  if constexpr (kCluster == 1)
+    __syncthreads();
+  else
+    meet_cluster();
+
+  if (threadIdx.x < 128) {
+    if constexpr (kProducts > 1) give_registers<40>();
+    if (threadIdx.x == 0) {
+      int slot = 0, phase = 1;
+      for (unsigned index = begin; index < count; index += stride) {
+        const Place<Shape> place(p, index, rank);
+        const Steps steps(p, index);
+        const int m = static_cast<int>(place.m), n = static_cast<int>(place.n);
+        for (int step = steps.first; step < steps.last; ++step) {
+          const int k = step * kDepth;
+          const uint32_t at = slots + slot * Shape::kSlotBytes, done = full + 8 * slot;
+          barrier_wait(empty + 8 * slot, phase);
+          barrier_expect(done, Shape::kSlotBytes);
+          if constexpr (AlongA) {
+            load_tile(a_map, at, done, m, k);
+          } else {
+#pragma unroll
+            for (int g = 0; g < kProducts; ++g) load_tile(a_map, at + g * kTileBytes, done, k, m + 64 * g);
+          }
+          // b in as many parts as the cluster has blocks
+          constexpr int kOwn = Shape::kColumns / kCluster, kParts = AlongB ? 1 : kOwn / 64;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            const int column = static_cast<int>(rank) * kOwn + part * 64;
+            const uint32_t to = at + Shape::kBytesA + column * 128;
+            const int line = AlongB ? n + column : k, across = AlongB ? k : n + column;
+            if constexpr (kCluster == 1)
+              load_tile(b_map, to, done, line, across);
+            else
+              load_tile_to((1 << kCluster) - 1, b_map, to, done, line, across);
+          }
+          if (++slot == kSlots) slot = 0, phase ^= 1;
+        }
+      }
+    }
+  } else {
+    if constexpr (kProducts > 1) take_registers<232>();
+    const int group = static_cast<int>(threadIdx.x) / 128 - 1, thread = static_cast<int>(threadIdx.x) % 128;
+    const Finish<Y> finish{
+        p.result,    y,           y_map, p.by_tiles, p.result.scale(), staging + group * Shape::kStaging,
+        thread % 32, thread / 32, group};
+    const auto release = [&](int slot) {
+      if (thread < kCluster) barrier_arrive(empty + 8 * slot, thread);
+    };
+    int slot = 0, phase = 0;
+    float sums[kHalves * 64];
+    for (unsigned index = begin; index < count; index += stride) {
+      const Steps steps(p, index);
+#pragma unroll
+      for (int i = 0; i < kHalves * 64; ++i) sums[i] = 0.f;
+      int before = -1;  // the slot whose products may still run
+      for (int step = steps.first; step < steps.last; ++step) {
+        barrier_wait(full + 8 * slot, phase);
+        const uint32_t a_at = slots + slot * Shape::kSlotBytes + group * kTileBytes;
+        const uint32_t b_at = slots + slot * Shape::kSlotBytes + Shape::kBytesA;
+        const auto a_step = [&](int k) { return operand_at(a_at + k * (AlongA ? 32 : kMulti * 128), kTileBytes); };
+        const auto b_step = [&](int k) { return operand_at(b_at + k * (AlongB ? 32 : kMulti * 128), kTileBytes); };
+        if constexpr (kPromotes) {
+          float part[64];
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h) {
+            hold(part);
+            products_begin();
+#pragma unroll
+            for (int k = 0; k < kDepth / kMulti; ++k)
+              multiply<A, B>(part, a_step(k), operand_at(b_at + h * Shape::kHalfB + k * 32, kTileBytes), k > 0);
+            products_commit();
+            products_wait<0>();
+            hold(part);
+            if (h == kHalves - 1) release(slot);
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sums[64 * h + i] += part[i];
+          }
+        } else {
+          hold(sums);
+          products_begin();
+#pragma unroll
+          for (int k = 0; k < kDepth / kMulti; ++k) multiply<AlongA, AlongB>(sums, a_step(k), b_step(k));
+          products_commit();
+          products_wait<1>();
+          if (before >= 0) release(before);
+          before = slot;
+        }
+        if (++slot == kSlots) slot = 0, phase ^= 1;
+      }
+      if constexpr (!kPromotes) {
+        products_wait<0>();
+        hold(sums);
+        if (before >= 0) release(before);
+      }
+      const Place<Shape> place(p, index, rank);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h)
+        finish(reinterpret_cast<float(&)[64]>(sums[64 * h]), place.m + 64 * group, place.n + kHalf * h, place.shift);
+    }
+    if (thread == 0) stores_done();
+  }
+  if constexpr (kCluster > 1) {
+    __syncwarp();
+    meet_cluster();
+  }
+}
+
+}  // namespace coat::cuda
