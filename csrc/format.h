@@ -89,42 +89,9 @@ struct Plain {
   COAT_HD void store(int64_t i, Sealed, float x) const { codes[i].code = Code::encode(x); }
 };
 
-// One f32 scale a tensor; the only block is 0.
-template <class Code, DType Type>
-struct PerTensor {
-  static constexpr Format format() { return {Type, Scaling::tensor, 0}; }
-  static constexpr int run = 0;
-  struct Open {
-    float scale;
-  };
-  struct Sealed {
-    float inverse;
-  };
-  Code* codes;
-  float* scale;
-  Status* status;
-  explicit PerTensor(const Tensor& t) : codes(t.as<Code>()), scale(t.scales<float>()), status(t.status) {}
-  COAT_HD Open open(int64_t) const { return {*scale}; }
-  COAT_HD float load(int64_t i, Open o) const { return Code::decode(codes[i].code) * o.scale; }
-  COAT_HD Sealed seal(int64_t, const Range& range) const {
-    count_infs(status, range.infs);
-    return seal_as(scale_for<Code>(range));
-  }
-  COAT_HD Sealed seal_as(float given) const {  // a scale chosen elsewhere: delayed, cached or saved
-    *scale = given;
-    return {1.f / given};
-  }
-  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
-  COAT_HD void put(int64_t i, float y) const { codes[i].code = Code::encode(y); }
-  COAT_HD void store(int64_t i, Sealed s, float x) const { put(i, scaled(s, x)); }
-};
-
-// One scale a run of N in a row; the last run of a row may be short. Scale of N = 16: bf16 rounded up, else f32.
-template <class Code, DType Type, int N>
-struct Runs {
-  static constexpr Format format() { return {Type, Scaling::run, N}; }
-  static constexpr int run = N;
-  using Scale = std::conditional_t<N == 16, uint16_t, float>;
+// What views with a scale a block share: codes times the scale.
+template <class Code, class Scale>
+struct Scaled {
   struct Open {
     float scale;
   };
@@ -134,12 +101,45 @@ struct Runs {
   Code* codes;
   Scale* scale;
   Status* status;
-  explicit Runs(const Tensor& t) : codes(t.as<Code>()), scale(t.scales<Scale>()), status(t.status) {}
+  explicit Scaled(const Tensor& t) : codes(t.as<Code>()), scale(t.scales<Scale>()), status(t.status) {}
+  COAT_HD float load(int64_t i, Open o) const { return Code::decode(codes[i].code) * o.scale; }
+  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
+  COAT_HD void put(int64_t i, float y) const { codes[i].code = Code::encode(y); }
+  COAT_HD void store(int64_t i, Sealed s, float x) const { put(i, scaled(s, x)); }
+};
+
+// One f32 scale a tensor; the only block is 0.
+template <class Code, DType Type>
+struct PerTensor : Scaled<Code, float> {
+  static constexpr Format format() { return {Type, Scaling::tensor, 0}; }
+  static constexpr int run = 0;
+  using Base = Scaled<Code, float>;
+  using Base::Base, Base::scale, Base::status;
+  using typename Base::Open, typename Base::Sealed;
+  COAT_HD Open open(int64_t) const { return {*scale}; }
+  COAT_HD Sealed seal(int64_t, const Range& range) const {
+    count_infs(status, range.infs);
+    return seal_as(scale_for<Code>(range));
+  }
+  COAT_HD Sealed seal_as(float given) const {  // a scale chosen elsewhere: delayed, cached or saved
+    *scale = given;
+    return {1.f / given};
+  }
+};
+
+// One scale a run of N in a row; the last run of a row may be short. Scale of N = 16: bf16 rounded up, else f32.
+template <class Code, DType Type, int N>
+struct Runs : Scaled<Code, std::conditional_t<N == 16, uint16_t, float>> {
+  static constexpr Format format() { return {Type, Scaling::run, N}; }
+  static constexpr int run = N;
+  using Scale = std::conditional_t<N == 16, uint16_t, float>;
+  using Base = Scaled<Code, Scale>;
+  using Base::Base, Base::scale, Base::status;
+  using typename Base::Open, typename Base::Sealed;
   COAT_HD Open open(int64_t b) const {
     if constexpr (N == 16) return {BFloat16::decode(scale[b])};
     return {static_cast<float>(scale[b])};
   }
-  COAT_HD float load(int64_t i, Open o) const { return Code::decode(codes[i].code) * o.scale; }
   COAT_HD Sealed seal(int64_t b, const Range& range) const {
     count_infs(status, range.infs);
     float s = scale_for<Code>(range);
@@ -151,9 +151,6 @@ struct Runs {
     }
     return {1.f / s};
   }
-  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
-  COAT_HD void put(int64_t i, float y) const { codes[i].code = Code::encode(y); }
-  COAT_HD void store(int64_t i, Sealed s, float x) const { put(i, scaled(s, x)); }
 };
 
 // Dynamic range expansion (COAT section 3.2): x is stored as sign(x) * (|x| / centre)^k / scale, in runs of N over the
@@ -227,19 +224,12 @@ struct Expanded {
 // byte, the first in the low half: a store of the first clears the second, so one thread stores both, in this order. A
 // run of zeros has the scale 1, and 0 where the map has no zero, so that it decodes to zeros.
 template <class Code, DType Type, int N>
-struct Mapped {
+struct Mapped : Scaled<Code, float> {
   static constexpr Format format() { return {Type, Scaling::flat, N}; }
   static constexpr int run = N;
-  struct Open {
-    float scale;
-  };
-  struct Sealed {
-    float inverse;
-  };
-  Code* codes;
-  float* scale;
-  Status* status;
-  explicit Mapped(const Tensor& t) : codes(t.as<Code>()), scale(t.scales<float>()), status(t.status) {}
+  using Base = Scaled<Code, float>;
+  using Base::Base, Base::codes, Base::scale, Base::status, Base::scaled;
+  using typename Base::Open, typename Base::Sealed;
   COAT_HD Open open(int64_t b) const { return {scale[b]}; }
   COAT_HD float load(int64_t i, Open o) const {
     if constexpr (Code::bits == 8) return Code::decode(codes[i].code) * o.scale;
@@ -252,7 +242,6 @@ struct Mapped {
     scale[b] = !Code::has_zero && range.max == 0 ? 0.f : s;
     return {1.f / s};
   }
-  static COAT_HD float scaled(Sealed s, float x) { return x * s.inverse; }
   COAT_HD void put(int64_t i, float y) const {
     const uint8_t code = Code::encode(y);
     if constexpr (Code::bits == 8)

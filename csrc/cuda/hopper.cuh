@@ -187,22 +187,20 @@ __device__ inline void hold(float (&sums)[Count]) {
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define COAT_FP8(types)                                                                                   \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32." types \
+               " {" COAT_LIST_64 "}, %64, %65, p, 1, 1;}"                                                 \
+               : COAT_SUMS_64(s)                                                                          \
+               : "l"(a), "l"(b), "r"(adds))
 // From zero when `adds` is 0.
 template <class A, class B>
 __device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b, int adds) {
   if constexpr (std::is_same_v<A, E4M3>)
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" COAT_LIST_64
-        "}, %64, %65, p, 1, 1;}"
-        : COAT_SUMS_64(s)
-        : "l"(a), "l"(b), "r"(adds));
+    COAT_FP8("e4m3.e4m3");
   else
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 {" COAT_LIST_64
-        "}, %64, %65, p, 1, 1;}"
-        : COAT_SUMS_64(s)
-        : "l"(a), "l"(b), "r"(adds));
+    COAT_FP8("e5m2.e4m3");
 }
+#undef COAT_FP8
 template <bool AlongA, bool AlongB>
 __device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" COAT_LIST_64 "}, %64, %65, 1, 1, 1, %66, %67;"
