@@ -25,7 +25,7 @@ export class Replacement {
 
   /**
    * Renames what was written. A name in use stays readable throughout, with old or new content; if a rename fails, all old
-   * files are put back and what was written is deleted.
+   * files are put back, and `abort()` is left to do.
    */
   async commit(): Promise<void> {
     const kept = new Map<string, string>()
@@ -50,7 +50,6 @@ export class Replacement {
     } catch (error) {
       for (const target of placed) if (!kept.has(target)) await rm(target, { force: true })
       for (const [target, old] of kept) await restored(target, old)
-      await this.abort()
       throw error
     }
     for (const old of kept.values()) await rm(old, { force: true })

@@ -201,7 +201,7 @@ export class LlamaForCausalLM extends Module {
   /**
    * A folder with config.json and model.safetensors, or its shards with model.safetensors.index.json. A model with tied
    * embeddings takes its one matrix from `model.embed_tokens.weight` or else from `lm_head.weight`. Throws a CoatError that
-   * names the file and every tensor that is missing or has another shape.
+   * names the folder and the tensors that are missing, have no place, or have another shape, integers or FP8 codes.
    */
   static async fromPretrained(folder: string, options: ModelOptions): Promise<LlamaForCausalLM> {
     const config = JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')) as LlamaConfig
@@ -218,6 +218,9 @@ export class LlamaForCausalLM extends Module {
       const params = model.parameters()
       const missing = params.flatMap(({ parts }) => parts.map(({ name }) => name)).filter((name) => !find(name))
       if (missing.length > 0) refuse(`has no tensor '${missing.join("', '")}'`, missing[0] as string)
+      const extra = [...tensors.keys()].filter((name) => !model.find(name) && !unneeded(name, model))
+      if (extra.length > 0)
+        refuse(`has tensors that its config.json gives no place: '${extra.join("', '")}'`, extra[0] as string)
       for (const param of params) {
         const [, ...row] = param.tensor.shape
         const width = row.reduce((product, size) => product * size, 1)
@@ -227,6 +230,8 @@ export class LlamaForCausalLM extends Module {
           const shape = [rows[1] - rows[0], ...row]
           if (`${stored.shape}` !== `${shape}`)
             refuse(`has '${name}' [${stored.shape.join(', ')}], which must be [${shape.join(', ')}]`, name)
+          if (stored.dtype.startsWith('F8'))
+            refuse(`has '${name}' ${stored.dtype}, whose scales are unknown: it must be F32, BF16 or F16`, name)
           values.set(await stored.values(), rows[0] * width)
         }
         param.write(values)
@@ -259,11 +264,13 @@ export class LlamaForCausalLM extends Module {
     try {
       const alias = this.head ? {} : { [tied.left]: tied.kept }
       await stage(replacement, folder, sources, { metadata: { format: 'pt', ...alias }, shardBytes })
+      const stored = (dtype ?? this.recipe.param) === 'bf16' ? 'bfloat16' : 'float32'
       const config = {
         ...this.#given,
         ...this.config,
         architectures: [architectures[this.config.model_type]],
-        torch_dtype: (dtype ?? this.recipe.param) === 'bf16' ? 'bfloat16' : 'float32',
+        torch_dtype: stored,
+        ...('dtype' in this.#given ? { dtype: stored } : {}), // the name that newer files use
       }
       const file = replacement.write(join(folder, 'config.json'))
       await writeFile(file, `${JSON.stringify(config, null, 2)}\n`, { flush: true })
@@ -280,6 +287,11 @@ export class LlamaForCausalLM extends Module {
 
 // Tied embeddings are one matrix: the name that files have, and the one that is left out.
 const tied = { kept: 'model.embed_tokens.weight', left: 'lm_head.weight' }
+/** What a checkpoint may have besides: the other name of a tied matrix, and a table that old ones keep. */
+function unneeded(name: string, model: LlamaForCausalLM): boolean {
+  return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
+}
+
 const architectures = { llama: 'LlamaForCausalLM', qwen2: 'Qwen2ForCausalLM', olmo: 'OlmoForCausalLM' }
 
 function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
