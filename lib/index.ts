@@ -39,6 +39,15 @@ export {
   sgd,
 } from './optimizer.ts'
 export { type Recipe, type RecipeName, recipes } from './recipes.ts'
+export {
+  type Dtype,
+  readSafetensors,
+  type Stored,
+  StoredTensor,
+  type TensorSource,
+  type WriteOptions,
+  writeSafetensors,
+} from './safetensors.ts'
 export { constant, cosine, type Schedule } from './schedule.ts'
 export { type LedgerRow, noGrad, Tape } from './tape.ts'
 export {

@@ -171,7 +171,7 @@ export class Param implements GradientSink, Disposable {
     const plain = Tensor.from(values, this.tensor.shape, { device: this.tensor.device })
     try {
       if (this.tensor.format === 'f32') native.write(this.tensor.handle, values)
-      else native.add_into(zeroed(this.tensor).handle, plain.handle)
+      else native.add_into(negativeZeros(this.tensor).handle, plain.handle)
     } finally {
       plain.dispose()
     }
@@ -186,8 +186,11 @@ export class Param implements GradientSink, Disposable {
   }
 }
 
-function zeroed(tensor: Tensor): Tensor {
-  native.write(tensor.handle, new Uint8Array(tensor.bytes))
+// Adding to -0 keeps every value, -0 too.
+function negativeZeros(tensor: Tensor): Tensor {
+  const bytes = new Uint8Array(tensor.bytes)
+  new Uint16Array(bytes.buffer).fill(0x8000, 0, tensor.numel)
+  native.write(tensor.handle, bytes)
   return tensor
 }
 

@@ -34,8 +34,8 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'tokenizer', 'safetensors', 'recipes'],
-    ['tape', 'data'],
+    ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
+    ['tape', 'data', 'safetensors'],
     ['ops'],
     ['modules'],
     ['models/llama', 'optimizer'],

@@ -1,11 +1,12 @@
 // Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
-import { readFile } from 'node:fs/promises'
+import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
 import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
-import { readHeader, readTensor, type StoredTensor } from '../safetensors.ts'
+import { Replacement } from '../replace.ts'
+import { readSafetensors, type StoredTensor, sourceOf, stage } from '../safetensors.ts'
 import { noGrad } from '../tape.ts'
 import { type Device, type DeviceName, scope, Tensor } from '../tensor.ts'
 
@@ -90,12 +91,15 @@ export class LlamaForCausalLM extends Module {
   readonly layers: Block[]
   readonly norm: RMSNorm | LayerNorm
   readonly head: Linear | null
+  /** The configuration as it was given: what it says beyond `config` is written again. */
+  readonly #given: LlamaConfig
 
   constructor(config: LlamaConfig, options: ModelOptions) {
     super()
     const full = checked(config)
     const built = build(options)
     this.config = full
+    this.#given = structuredClone(config)
     this.recipe = built.recipe
     this.device = built.device
     const { hidden_size: hidden, initializer_range: std, rms_norm_eps: eps } = full
@@ -194,34 +198,41 @@ export class LlamaForCausalLM extends Module {
     return null
   }
 
-  /** A folder with config.json and model.safetensors, or its shards with model.safetensors.index.json. */
+  /**
+   * A folder with config.json and model.safetensors, or its shards with model.safetensors.index.json. A model with tied
+   * embeddings takes its one matrix from `model.embed_tokens.weight` or else from `lm_head.weight`. Throws a CoatError that
+   * names the folder and the tensors that are missing, have no place, or have another shape, integers or FP8 codes.
+   */
   static async fromPretrained(folder: string, options: ModelOptions): Promise<LlamaForCausalLM> {
     const config = JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')) as LlamaConfig
-    const stored = await storedTensors(folder)
+    const { tensors, metadata } = await readSafetensors(folder)
     const model = new LlamaForCausalLM(config, options)
+    const refuse = (text: string, argument: string): never => {
+      throw new CoatError(`fromPretrained: ${folder} ${text}`, 'checkpoint', 'fromPretrained', argument)
+    }
+    const find = (name: string): StoredTensor | undefined =>
+      tensors.get(name) ??
+      tensors.get(metadata[name] ?? '') ??
+      (name === tied.kept && !model.head ? tensors.get(tied.left) : undefined)
     try {
-      for (const param of model.parameters()) {
-        const width = param.tensor.numel / (param.tensor.shape[0] as number)
+      const params = model.parameters()
+      const missing = params.flatMap(({ parts }) => parts.map(({ name }) => name)).filter((name) => !find(name))
+      if (missing.length > 0) refuse(`has no tensor '${missing.join("', '")}'`, missing[0] as string)
+      const extra = [...tensors.keys()].filter((name) => !model.find(name) && !unneeded(name, model))
+      if (extra.length > 0)
+        refuse(`has tensors that its config.json gives no place: '${extra.join("', '")}'`, extra[0] as string)
+      for (const param of params) {
+        const [, ...row] = param.tensor.shape
+        const width = row.reduce((product, size) => product * size, 1)
         const values = new Float32Array(param.tensor.numel)
         for (const { name, rows } of param.parts) {
-          const entry = stored.get(name)
-          if (!entry)
-            throw new CoatError(
-              `fromPretrained: ${folder} has no tensor '${name}'`,
-              'checkpoint',
-              'fromPretrained',
-              name,
-            )
-          const part = await readTensor(entry.path, name, entry)
-          const expected = (rows[1] - rows[0]) * width
-          if (part.length !== expected)
-            throw new CoatError(
-              `fromPretrained: '${name}' [${entry.shape.join(', ')}] has ${part.length} elements and must have ${expected}`,
-              'checkpoint',
-              'fromPretrained',
-              name,
-            )
-          values.set(part, rows[0] * width)
+          const stored = find(name) as StoredTensor
+          const shape = [rows[1] - rows[0], ...row]
+          if (`${stored.shape}` !== `${shape}`)
+            refuse(`has '${name}' [${stored.shape.join(', ')}], which must be [${shape.join(', ')}]`, name)
+          if (stored.dtype.startsWith('F8'))
+            refuse(`has '${name}' ${stored.dtype}, whose scales are unknown: it must be F32, BF16 or F16`, name)
+          values.set(await stored.values(), rows[0] * width)
         }
         param.write(values)
       }
@@ -231,22 +242,57 @@ export class LlamaForCausalLM extends Module {
       throw error
     }
   }
+
+  /**
+   * Writes config.json and safetensors with the names of Hugging Face, which `fromPretrained` and transformers read: fused
+   * weights in their parts; of tied embeddings one copy, and the other name in the metadata. Parameters keep their formats, or
+   * all are rounded to `dtype`; shards are as in `writeSafetensors`. All files are replaced together, or none.
+   */
+  async savePretrained(folder: string, options: { dtype?: 'f32' | 'bf16'; shardBytes?: number } = {}): Promise<void> {
+    const { dtype, shardBytes = 5e9 } = options
+    if (dtype !== undefined && dtype !== 'f32' && dtype !== 'bf16')
+      throw new CoatError(
+        `savePretrained: dtype is '${dtype}' and must be 'f32' or 'bf16'`,
+        'value',
+        'savePretrained',
+        'dtype',
+      )
+    const sources = this.parameters().flatMap(({ tensor, parts }) =>
+      parts.map(({ name, rows }) => [name, sourceOf(folder, name, tensor, dtype, rows)] as const),
+    )
+    const replacement = new Replacement()
+    try {
+      const alias = this.head ? {} : { [tied.left]: tied.kept }
+      await stage(replacement, folder, sources, { metadata: { format: 'pt', ...alias }, shardBytes })
+      const stored = (dtype ?? this.recipe.param) === 'bf16' ? 'bfloat16' : 'float32'
+      const config = {
+        ...this.#given,
+        ...this.config,
+        architectures: [architectures[this.config.model_type]],
+        torch_dtype: stored,
+        ...('dtype' in this.#given ? { dtype: stored } : {}), // the name that newer files use
+      }
+      const file = replacement.write(join(folder, 'config.json'))
+      await writeFile(file, `${JSON.stringify(config, null, 2)}\n`, { flush: true })
+      await replacement.commit()
+    } catch (error) {
+      await replacement.abort()
+      if (error instanceof CoatError) throw error
+      throw new CoatError(`savePretrained: ${folder} cannot be written`, 'checkpoint', 'savePretrained', 'folder', {
+        cause: error,
+      })
+    }
+  }
 }
 
-async function storedTensors(folder: string): Promise<Map<string, StoredTensor & { path: string }>> {
-  const index = await readFile(join(folder, 'model.safetensors.index.json'), 'utf8').catch(() => null)
-  const files = index
-    ? [...new Set(Object.values(JSON.parse(index).weight_map as Record<string, string>))]
-    : ['model.safetensors']
-  const all = new Map<string, StoredTensor & { path: string }>()
-  for (const file of files) {
-    if (file.includes('/') || file.includes('\\'))
-      throw new CoatError(`${folder}: shard '${file}' must lie in the folder`, 'checkpoint', 'fromPretrained', 'index')
-    const path = join(folder, file)
-    for (const [name, entry] of await readHeader(path)) all.set(name, { ...entry, path })
-  }
-  return all
+// Tied embeddings are one matrix: the name that files have, and the one that is left out.
+const tied = { kept: 'model.embed_tokens.weight', left: 'lm_head.weight' }
+/** What a checkpoint may have besides: the other name of a tied matrix, and a table that old ones keep. */
+function unneeded(name: string, model: LlamaForCausalLM): boolean {
+  return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
 }
+
+const architectures = { llama: 'LlamaForCausalLM', qwen2: 'Qwen2ForCausalLM', olmo: 'OlmoForCausalLM' }
 
 function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
   let best = 0
