@@ -56,6 +56,17 @@ it('refuses a model that cannot be', () => {
   expect(make({ vocab_size: 0 })).toThrow(/vocab_size is 0 and must be an integer of at least 1/)
   expect(make({ model_type: 'gpt2' })).toThrow(/model_type is gpt2 and must be llama, qwen2 or olmo/)
   expect(make({ rope_scaling: { type: 'linear' } })).toThrow(/rope_scaling is .* not supported/)
+  expect(make({ rope_parameters: { rope_type: 'llama3' } })).toThrow(
+    /rope_parameters is \{"rope_type":"llama3"\} and is not supported: its rope_type must be 'default'/,
+  )
+  expect(make({ rope_theta: 1e4, rope_parameters: { rope_theta: 5e5 } })).toThrow(
+    'rope_theta is 10000 and must equal that of rope_parameters, 500000',
+  )
+})
+
+it('reads the rotation of newer configs', () => {
+  using model = new LlamaForCausalLM({ ...config, rope_parameters: { rope_theta: 5e5 } }, { recipe: 'fp32' })
+  expect(model.config.rope_theta).toBe(5e5)
 })
 
 it('starts every recipe from the same values', async () => {

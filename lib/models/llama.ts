@@ -24,6 +24,8 @@ export interface LlamaConfig {
   rms_norm_eps?: number
   rope_theta?: number
   rope_scaling?: null
+  /** Where newer configs keep the rotation. */
+  rope_parameters?: { rope_type?: string; rope_theta?: number } | null
   tie_word_embeddings?: boolean
   attention_bias?: boolean
   mlp_bias?: boolean
@@ -39,10 +41,12 @@ export interface ModelOptions {
   seed?: number
 }
 
-function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'>> {
+function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling' | 'rope_parameters'>> {
   const fail = (name: keyof LlamaConfig, rule: string): never => {
-    throw new CoatError(`config: ${name} is ${config[name]} and ${rule}`, 'config', 'LlamaForCausalLM', name)
+    const value = typeof config[name] === 'object' ? JSON.stringify(config[name]) : config[name]
+    throw new CoatError(`config: ${name} is ${value} and ${rule}`, 'config', 'LlamaForCausalLM', name)
   }
+  const rotation = config.rope_parameters ?? {}
   for (const name of [
     'hidden_size',
     'intermediate_size',
@@ -62,7 +66,7 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
     vocab_size: config.vocab_size,
     max_position_embeddings: config.max_position_embeddings ?? 2048,
     rms_norm_eps: config.rms_norm_eps ?? (config.model_type === 'olmo' ? 1e-5 : 1e-6),
-    rope_theta: config.rope_theta ?? 10000,
+    rope_theta: rotation.rope_theta ?? config.rope_theta ?? 10000,
     tie_word_embeddings: config.tie_word_embeddings ?? false,
     attention_bias: config.attention_bias ?? config.model_type === 'qwen2',
     mlp_bias: config.mlp_bias ?? false,
@@ -72,6 +76,10 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
   if (!['llama', 'qwen2', 'olmo'].includes(full.model_type)) fail('model_type', 'must be llama, qwen2 or olmo')
   if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
   if (config.rope_scaling) fail('rope_scaling', 'is not supported: it must be null')
+  if ((rotation.rope_type ?? 'default') !== 'default')
+    fail('rope_parameters', "is not supported: its rope_type must be 'default'")
+  if (config.rope_theta !== undefined && config.rope_theta !== full.rope_theta)
+    fail('rope_theta', `must equal that of rope_parameters, ${full.rope_theta}`)
   if (!Number.isInteger(full.head_dim) || full.head_dim % 2 !== 0)
     fail(
       'hidden_size',
