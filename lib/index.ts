@@ -53,5 +53,11 @@ export {
   Tensor,
   type TensorOptions,
 } from './tensor.ts'
-export { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
+export {
+  ByteTokenizer,
+  type EncodeOptions,
+  HuggingFaceTokenizer,
+  type SpecialIds,
+  type Tokenizer,
+} from './tokenizer.ts'
 export { type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'
