@@ -37,7 +37,7 @@ describe('directions', () => {
     ['tensor', 'schedule', 'tokenizer', 'safetensors', 'recipes'],
     ['tape', 'data'],
     ['ops'],
-    ['modules'],
+    ['modules', 'tokens', 'jsonl'],
     ['models/llama', 'optimizer'],
     ['trainer'],
     ['charts'],
