@@ -12,7 +12,7 @@ export interface Batch {
 
 /** Where a dataset is, and all that its order depends on: plain JSON, to save beside a model. */
 export interface DataState {
-  /** Training sequences handed out so far, over all epochs. */
+  /** Training sequences handed out so far, over all epochs and ranks. */
   position: number
   seed: number
   shuffle: boolean
@@ -40,6 +40,12 @@ export interface OrderOptions {
   seed?: number
   /** Whether every epoch has its own order (default true); else the order of the file. */
   shuffle?: boolean
+  /**
+   * Which of `world` processes this one is (default 0 of 1). Ranks take turns, a batch each, along one order: no two have
+   * the same sequence of an epoch and none is dropped. A state is the same on every rank, and fits any other `world`.
+   */
+  rank?: number
+  world?: number
 }
 
 /**
@@ -56,6 +62,8 @@ export abstract class OrderedDataset implements Dataset {
   readonly #name: string
   readonly #seed: number
   readonly #shuffle: boolean
+  readonly #rank: number
+  readonly #world: number
   #position = 0
 
   protected constructor(name: string, options: Required<OrderOptions>, sequences: number, heldOutSequences: number) {
@@ -63,6 +71,8 @@ export abstract class OrderedDataset implements Dataset {
     this.sequence = options.sequence
     this.#seed = options.seed
     this.#shuffle = options.shuffle
+    this.#rank = options.rank
+    this.#world = options.world
     this.sequences = sequences
     this.heldOutSequences = heldOutSequences
   }
@@ -70,7 +80,7 @@ export abstract class OrderedDataset implements Dataset {
   /** Sequences by number, of the training or of the held-out part: ids and targets [numbers.length · T]. */
   protected abstract read(heldOut: boolean, numbers: readonly number[]): Batch
 
-  /** Training sequences handed out up to the end of the last batch, over all epochs. */
+  /** Training sequences handed out up to the end of the last batch, over all epochs and ranks. */
   get position(): number {
     return this.#position
   }
@@ -78,10 +88,10 @@ export abstract class OrderedDataset implements Dataset {
   batch(index: number, size: number): Batch {
     this.#expect('size', size, 1)
     this.#expect('index', index, 0)
-    return this.#take(index * size, size)
+    return this.#take(index * size * this.#world, size)
   }
 
-  /** The `size` sequences from `position` on. */
+  /** This rank's `size` sequences from `position` on. */
   next(size: number): Batch {
     this.#expect('size', size, 1)
     return this.#take(this.#position, size)
@@ -98,7 +108,7 @@ export abstract class OrderedDataset implements Dataset {
     return batches
   }
 
-  /** A trainer counts batches itself: `trainer.batches = data.position / batch` takes it to a restored position. */
+  /** A trainer counts batches itself: `trainer.batches = data.position / (batch · world)` takes it to a restored position. */
   state(): DataState {
     return {
       position: this.#position,
@@ -123,12 +133,13 @@ export abstract class OrderedDataset implements Dataset {
 
   #take(from: number, size: number): Batch {
     const numbers = Array.from({ length: size }, (_, row) => {
-      const epoch = Math.floor((from + row) / this.sequences)
-      const place = (from + row) % this.sequences
+      const at = from + this.#rank * size + row
+      const epoch = Math.floor(at / this.sequences)
+      const place = at % this.sequences
       return this.#shuffle ? permuted(place, this.sequences, [...halves(this.#seed), ...halves(epoch)]) : place
     })
     const batch = this.read(false, numbers)
-    this.#position = from + size
+    this.#position = from + size * this.#world
     return batch
   }
 
@@ -151,10 +162,13 @@ export function expectInteger(name: string, argument: string, value: number, lea
 
 /** Options of an order with their defaults, checked. */
 export function orderOf(name: string, options: OrderOptions): Required<OrderOptions> {
-  const { sequence, seed = 0, shuffle = true } = options
+  const { sequence, seed = 0, shuffle = true, rank = 0, world = 1 } = options
   expectInteger(name, 'sequence', sequence, 1)
   expectInteger(name, 'seed', seed, 0)
-  return { sequence, seed, shuffle }
+  expectInteger(name, 'world', world, 1)
+  expectInteger(name, 'rank', rank, 0)
+  if (rank >= world) refusal(name)('rank', `rank is ${rank} and must be below world, ${world}`)
+  return { sequence, seed, shuffle, rank, world }
 }
 
 export interface TextOptions {

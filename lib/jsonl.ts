@@ -1,5 +1,5 @@
 // JSON lines of texts and chats: which tokens they are, and which of them a model learns to say.
-import { createReadStream } from 'node:fs'
+import { open } from 'node:fs/promises'
 import { type Batch, OrderedDataset, type OrderOptions, orderOf, refusal } from './data.ts'
 import { CoatError } from './native.ts'
 import { ignoreIndex } from './ops.ts'
@@ -43,7 +43,8 @@ export interface JsonlOptions extends OrderOptions, ReadOptions {
  * Documents of JSON lines, one object a line: `{"text": "…"}` or `{"messages": [{"role": "user", "content": "…"}, …]}`
  * with at least one message of the assistant; other keys are ignored. A text is encoded with what the tokenizer puts
  * around it; a chat starts with `bos` where there is one, and its marks and contents are encoded each by itself, so that
- * no token lies across the border of what is learned. `eos`, where there is one, ends every document; it is learned after
+ * no token lies across the border of what is learned. A tokenizer that puts a space before a text puts one before each of
+ * them. `eos`, where there is one, ends every document; it is learned after
  * a text and after the assistant. Blank lines and empty texts give nothing. A bad line is refused by file and number.
  */
 export async function* readJsonl(file: string, options: ReadOptions = {}): AsyncGenerator<Document> {
@@ -223,7 +224,10 @@ async function* linesOf(file: string): AsyncGenerator<[number, string]> {
     }
   }
   let rest: Buffer[] = []
-  for await (const chunk of createReadStream(file) as AsyncIterable<Buffer>) {
+  const handle = await open(file).catch((error: Error) => {
+    throw new CoatError(`JSON lines: ${file} cannot be opened: ${error.message}`, 'file', 'readJsonl', 'file')
+  })
+  for await (const chunk of handle.createReadStream() as AsyncIterable<Buffer>) {
     let start = 0
     for (let end = chunk.indexOf(10); end >= 0; end = chunk.indexOf(10, start)) {
       yield decode(Buffer.concat([...rest, chunk.subarray(start, end)]))

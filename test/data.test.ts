@@ -241,6 +241,26 @@ describe('token files', () => {
     expect(places(data, 4, 1)[0]).toBe(32)
   })
 
+  it('D7: four ranks take each of 103 sequences once, and a state fits another number of ranks', async () => {
+    const file = await counting('ranks.bin', 104)
+    const opened = (rank: number, world: number) =>
+      TokenDataset.open(file, { sequence: 1, seed: 4, heldOut: 0, rank, world })
+    using alone = await opened(0, 1)
+    const ranks = await Promise.all([0, 1, 2, 3].map((rank) => opened(rank, 4)))
+    const taken = Array.from({ length: 13 }, () => ranks.map((data) => [...data.next(2).ids])).flat(2)
+    expect([...taken.slice(0, 103)].sort((a, b) => a - b)).toEqual(Array.from({ length: 103 }, (_, i) => i))
+    expect(taken).toEqual(places(alone, 0, 104))
+    expect(places(ranks[2] as TokenDataset, 5, 2)).toEqual(taken.slice(44, 46))
+    const state = (ranks[1] as TokenDataset).state()
+    expect(state.position).toBe(104)
+    const pair = await Promise.all([0, 1].map((rank) => opened(rank, 2)))
+    for (const data of pair) data.restore(state)
+    expect(pair.flatMap((data) => [...data.next(3).ids])).toEqual([...alone.next(6).ids])
+    for (const data of [...ranks, ...pair]) data.dispose()
+    await expect(opened(4, 4)).rejects.toThrow('rank is 4 and must be below world, 4')
+    await expect(opened(0, 0)).rejects.toThrow('world is 0 and must be an integer of at least 1')
+  })
+
   it('training and held-out parts share no token', async () => {
     const files = [await counting('left.bin', 103), await counting('right.bin', 50, 1000)]
     using data = await TokenDataset.open(files, { sequence: 4, heldOut: 0.2 })
@@ -295,6 +315,7 @@ describe('token files', () => {
     await expect(opened({}, [])).rejects.toThrow('file is an empty list')
     await expect(opened({}, [file, other])).rejects.toThrow(`${other} has vocabulary 300 and must have 256`)
     await expect(writeTokens(file, [-1], { vocabulary: 8 })).rejects.toThrow('ids[0] is -1 and must be an integer')
+    await expect(writeTokens(file, [7, 8], { vocabulary: 8 })).rejects.toThrow('ids[1] is 8 and must be an integer')
     await expect(writeTokens(file, [0.5], { vocabulary: 8 })).rejects.toThrow('ids[0] is 0.5 and must be an integer')
     await expect(writeTokens(file, [0], { vocabulary: 2 ** 32 })).rejects.toThrow('must be at most 2^31')
     const data = await opened({ heldOut: 0 })
@@ -420,7 +441,17 @@ describe('JSON lines', () => {
     await expect(opened).rejects.toThrow(`${file}, line 3: `)
   })
 
-  it('refuses what is no UTF-8', async () => {
+  it('reads lines longer than a read of the disk', async () => {
+    const texts = [70_000, 3, 200_000].map((length, i) => String(i).repeat(length))
+    const file = await lines('long', ...texts.map((text) => ({ text })))
+    const found: string[] = []
+    for await (const { ids } of readJsonl(file)) found.push(new ByteTokenizer().decode(ids))
+    expect(found.map((text, i) => text === texts[i])).toEqual([true, true, true])
+  })
+
+  it('refuses a file that is not there and what is no UTF-8', async () => {
+    const absent = join(folder, 'absent.jsonl')
+    await expect(JsonlDataset.open(absent, { sequence: 4 })).rejects.toThrow(`${absent} cannot be opened: ENOENT`)
     const file = join(folder, 'latin.jsonl')
     await writeFile(file, Buffer.from('{"text":"ok"}\n{"text":"\xe9"}\n', 'latin1'))
     await expect(JsonlDataset.open(file, { sequence: 4 })).rejects.toThrow(`${file}, line 2: is no UTF-8`)
