@@ -44,8 +44,8 @@ export interface JsonlOptions extends OrderOptions, ReadOptions {
  * with at least one message of the assistant; other keys are ignored. A text is encoded with what the tokenizer puts
  * around it; a chat starts with `bos` where there is one, and its marks and contents are encoded each by itself, so that
  * no token lies across the border of what is learned. A tokenizer that puts a space before a text puts one before each of
- * them. `eos`, where there is one, ends every document; it is learned after
- * a text and after the assistant. Blank lines and empty texts give nothing. A bad line is refused by file and number.
+ * them. `eos`, where there is one, ends every document; it is learned after a text and after the assistant. Blank lines
+ * and empty texts give nothing. A bad line is refused by file and number.
  */
 export async function* readJsonl(file: string, options: ReadOptions = {}): AsyncGenerator<Document> {
   const { tokenizer = new ByteTokenizer(), marks = turnMarks } = options
