@@ -1,4 +1,4 @@
-// Text as batches of token ids, with a held-out part that training never sees.
+// Batches of token ids: what a trainer asks of data, the order of sequences, and data sets of text.
 import { CoatError } from './native.ts'
 import { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
 
@@ -10,12 +10,165 @@ export interface Batch {
   sequence: number
 }
 
+/** Where a dataset is, and all that its order depends on: plain JSON, to save beside a model. */
+export interface DataState {
+  /** Training sequences handed out so far, over all epochs and ranks. */
+  position: number
+  seed: number
+  shuffle: boolean
+  /** Tokens of one sequence. */
+  sequence: number
+  /** Training sequences of one epoch. */
+  sequences: number
+}
+
 export interface Dataset {
   readonly sequence: number
   /** Batch number `index` of `size` sequences: the same for the same index, whatever was asked before. */
   batch(index: number, size: number): Batch
   /** The first `count` held-out sequences, in batches of at most `size`. */
   validation(count: number, size: number): Batch[]
+  /** What `restore` needs to go on with exactly the sequences that would have followed. */
+  state?(): DataState
+  restore?(state: DataState): void
+}
+
+export interface OrderOptions {
+  /** Tokens of one sequence, T. */
+  sequence: number
+  /** Seed of the order of sequences (default 0). */
+  seed?: number
+  /** Whether every epoch has its own order (default true); else the order of the file. */
+  shuffle?: boolean
+  /**
+   * Which of `world` processes this one is (default 0 of 1). Ranks take turns, a batch each, along one order: no two have
+   * the same sequence of an epoch and none is dropped. A state is the same on every rank, and fits any other `world`.
+   */
+  rank?: number
+  world?: number
+}
+
+/**
+ * Numbered sequences, every one of them once an epoch. The order is a function of seed and epoch that is computed number
+ * by number, so that it takes no memory and any position can be had at once. Batches run on across the end of an epoch:
+ * none is short and no sequence is dropped.
+ */
+export abstract class OrderedDataset implements Dataset {
+  readonly sequence: number
+  /** Training sequences of one epoch. */
+  readonly sequences: number
+  /** Sequences that training never sees. */
+  readonly heldOutSequences: number
+  readonly #name: string
+  readonly #seed: number
+  readonly #shuffle: boolean
+  readonly #rank: number
+  readonly #world: number
+  #position = 0
+
+  protected constructor(name: string, options: Required<OrderOptions>, sequences: number, heldOutSequences: number) {
+    this.#name = name
+    this.sequence = options.sequence
+    this.#seed = options.seed
+    this.#shuffle = options.shuffle
+    this.#rank = options.rank
+    this.#world = options.world
+    this.sequences = sequences
+    this.heldOutSequences = heldOutSequences
+  }
+
+  /** Sequences by number, of the training or of the held-out part: ids and targets [numbers.length · T]. */
+  protected abstract read(heldOut: boolean, numbers: readonly number[]): Batch
+
+  /** Training sequences handed out up to the end of the last batch, over all epochs and ranks. */
+  get position(): number {
+    return this.#position
+  }
+
+  batch(index: number, size: number): Batch {
+    this.#expect('size', size, 1)
+    this.#expect('index', index, 0)
+    return this.#take(index * size * this.#world, size)
+  }
+
+  /** This rank's `size` sequences from `position` on. */
+  next(size: number): Batch {
+    this.#expect('size', size, 1)
+    return this.#take(this.#position, size)
+  }
+
+  validation(count: number, size: number): Batch[] {
+    this.#expect('size', size, 1)
+    this.#expect('count', count, 0)
+    if (this.heldOutSequences === 0)
+      refusal(this.#name)('heldOut', 'nothing is held out to validate with; heldOut must be above 0')
+    const numbers = Array.from({ length: Math.min(count, this.heldOutSequences) }, (_, i) => i)
+    const batches: Batch[] = []
+    for (let i = 0; i < numbers.length; i += size) batches.push(this.read(true, numbers.slice(i, i + size)))
+    return batches
+  }
+
+  /** A trainer counts batches itself: `trainer.batches = data.position / (batch · world)` takes it to a restored position. */
+  state(): DataState {
+    return {
+      position: this.#position,
+      seed: this.#seed,
+      shuffle: this.#shuffle,
+      sequence: this.sequence,
+      sequences: this.sequences,
+    }
+  }
+
+  restore(state: DataState): void {
+    const now = this.state()
+    for (const key of ['seed', 'shuffle', 'sequence', 'sequences'] as const)
+      if (state[key] !== now[key])
+        refusal(this.#name)(
+          'state',
+          `${key} is ${state[key]} in the state and ${now[key]} here, and must be equal for the same order`,
+        )
+    this.#expect('state.position', state.position, 0)
+    this.#position = state.position
+  }
+
+  #take(from: number, size: number): Batch {
+    const numbers = Array.from({ length: size }, (_, row) => {
+      const at = from + this.#rank * size + row
+      const epoch = Math.floor(at / this.sequences)
+      const place = at % this.sequences
+      return this.#shuffle ? permuted(place, this.sequences, [...halves(this.#seed), ...halves(epoch)]) : place
+    })
+    const batch = this.read(false, numbers)
+    this.#position = from + size * this.#world
+    return batch
+  }
+
+  #expect(argument: string, value: number, least: number): void {
+    expectInteger(this.#name, argument, value, least)
+  }
+}
+
+/** Throws for one function or class, naming an argument. */
+export function refusal(name: string): (argument: string, text: string) => never {
+  return (argument, text) => {
+    throw new CoatError(`${name}: ${text}`, 'value', name, argument)
+  }
+}
+
+export function expectInteger(name: string, argument: string, value: number, least: number): void {
+  if (!Number.isSafeInteger(value) || value < least)
+    refusal(name)(argument, `${argument} is ${value} and must be an integer of at least ${least}`)
+}
+
+/** Options of an order with their defaults, checked. */
+export function orderOf(name: string, options: OrderOptions): Required<OrderOptions> {
+  const { sequence, seed = 0, shuffle = true, rank = 0, world = 1 } = options
+  expectInteger(name, 'sequence', sequence, 1)
+  expectInteger(name, 'seed', seed, 0)
+  expectInteger(name, 'world', world, 1)
+  expectInteger(name, 'rank', rank, 0)
+  if (rank >= world) refusal(name)('rank', `rank is ${rank} and must be below world, ${world}`)
+  return { sequence, seed, shuffle, rank, world }
 }
 
 export interface TextOptions {
@@ -38,13 +191,10 @@ export class TextDataset implements Dataset {
 
   constructor(documents: string | readonly string[], options: TextOptions) {
     const { sequence, tokenizer = new ByteTokenizer(), seed = 0, heldOut = 0.05 } = options
-    const fail = (argument: string, text: string): never => {
-      throw new CoatError(`TextDataset: ${text}`, 'value', 'TextDataset', argument)
-    }
-    if (!Number.isSafeInteger(sequence) || sequence < 1)
-      fail('sequence', `sequence is ${sequence} and must be an integer of at least 1`)
+    const fail = refusal('TextDataset')
+    expectInteger('TextDataset', 'sequence', sequence, 1)
+    expectInteger('TextDataset', 'seed', seed, 0)
     if (!(heldOut > 0 && heldOut < 1)) fail('heldOut', `heldOut is ${heldOut} and must lie between 0 and 1`)
-    if (!Number.isSafeInteger(seed) || seed < 0) fail('seed', `seed is ${seed} and must be an integer of at least 0`)
     const list = (typeof documents === 'string' ? [documents] : documents).filter((text) => text.trim() !== '')
     if (list.length === 0) fail('documents', 'documents hold no text')
     const every = Math.round(1 / heldOut)
@@ -105,11 +255,35 @@ function windows(tokens: Uint8Array | Int32Array, starts: readonly number[], seq
 function place(seed: number, index: number, row: number, places: number): number {
   let high = 0
   let low = 0
-  for (const part of [seed, Math.floor(seed / 2 ** 32), index, row]) {
+  for (const part of [...halves(seed), index, row]) {
     low = mix(low ^ (part >>> 0) ^ 0x9e3779b9)
     high = mix(high ^ low ^ 0x7f4a7c15)
   }
   return Math.floor(((high >>> 0) / 2 ** 32 + (low >>> 0) / 2 ** 64) * places)
+}
+
+// The place of `value` in a permutation of [0, count) that `keys` choose: a Feistel network over the next power of four,
+// walked until it lands inside. Every round can be undone, so no two values meet.
+function permuted(value: number, count: number, keys: readonly number[]): number {
+  let bits = 1
+  while (4 ** bits < count) bits += 1
+  const side = 2 ** bits
+  const round = [0, 1, 2, 3, 4, 5].map((number) => keys.reduce((hash, key) => mix(hash ^ key ^ 0x9e3779b9), number))
+  let at = value
+  do {
+    let left = Math.floor(at / side)
+    let right = at % side
+    for (const key of round) {
+      const mixed = mix(mix(right ^ key) ^ 0x7f4a7c15) >>> 0
+      ;[left, right] = [right, (left ^ (mixed % side)) >>> 0]
+    }
+    at = left * side + right
+  } while (at >= count)
+  return at
+}
+
+function halves(value: number): [number, number] {
+  return [value >>> 0, Math.floor(value / 2 ** 32)]
 }
 
 function mix(x: number): number {

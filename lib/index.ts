@@ -1,5 +1,22 @@
 // What users import.
-export { type Batch, type Dataset, TextDataset, type TextOptions } from './data.ts'
+export {
+  type Batch,
+  type DataState,
+  type Dataset,
+  OrderedDataset,
+  type OrderOptions,
+  TextDataset,
+  type TextOptions,
+} from './data.ts'
+export {
+  type Document,
+  JsonlDataset,
+  type JsonlOptions,
+  type Role,
+  readJsonl,
+  type TurnMarks,
+  turnMarks,
+} from './jsonl.ts'
 export { type LlamaConfig, LlamaForCausalLM, type ModelOptions } from './models/llama.ts'
 export {
   Attention,
@@ -62,5 +79,12 @@ export {
   Tensor,
   type TensorOptions,
 } from './tensor.ts'
-export { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
+export {
+  ByteTokenizer,
+  type EncodeOptions,
+  HuggingFaceTokenizer,
+  type SpecialIds,
+  type Tokenizer,
+} from './tokenizer.ts'
+export { encodeDocuments, TokenDataset, type TokenOptions, writeTokens } from './tokens.ts'
 export { type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'

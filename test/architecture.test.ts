@@ -37,7 +37,7 @@ describe('directions', () => {
     ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
     ['tape', 'data', 'safetensors'],
     ['ops'],
-    ['modules'],
+    ['modules', 'tokens', 'jsonl'],
     ['models/llama', 'optimizer'],
     ['trainer'],
     ['charts'],
