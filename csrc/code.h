@@ -47,7 +47,7 @@ COAT_HD float copysign_(float magnitude, float sign) {
 }
 
 constexpr float kNaN = __builtin_nanf("");
-constexpr float kInf = __builtin_inff();
+constexpr float kInf = __builtin_inff(), kLargest = 3.40282347e38f;
 constexpr float kMinNormal = 1.17549435e-38f;  // 2^-126: no stored scale is smaller, so that 1 / scale is finite
 
 // 2^f for |f| <= 1/2.

@@ -73,8 +73,6 @@ COAT_HD float exp_(float x) { return exp2_(x * kLog2E); }
 struct Exact {
   static COAT_HD float exp(float x) { return exp_(x); }
   static COAT_HD float inverse(float x) { return 1.f / x; }
-  static COAT_HD float root(float x) { return sqrt_(x); }
-  static COAT_HD float quotient(float a, float b) { return a / b; }
 };
 
 // ---- softmax over the columns of a row, with few instructions an element ----
@@ -175,12 +173,14 @@ struct AdamW {
         weight_decay(args.weight_decay),
         root(args.correct1 / args.correct2),
         floor(args.eps * args.correct1) {}
-  template <class By = Exact>
   COAT_HD void update(float& p, float g, float& m, float& v) const {
     m = fma_(m, beta1, gain1 * g);
     v = fma_(v, beta2, (gain2 * g) * g);
-    p = p - lr * fma_(p, weight_decay, By::quotient(m, fma_(By::root(v), root, floor)));
+    p = p - lr * fma_(p, weight_decay, m / fma_(sqrt_(v), root, floor));
+    v = kept(v);
   }
+  // Where g^2 overflows v is the largest number: no scale counts an infinity, so that as a code it could become 1.
+  static COAT_HD float kept(float v) { return v == kInf ? kLargest : v; }
 };
 
 // One Lion update (Chen et al., 2023, arXiv 2302.06675, algorithm 2): the sign of one average moves the parameter,

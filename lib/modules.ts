@@ -148,6 +148,14 @@ export class Param implements GradientSink, Disposable {
     this.tensor.keepsScale = true
   }
 
+  /** Whether its name, or those of its parts, are like the pattern, in which `*` stands for anything. */
+  named(pattern: string): 'wholly' | 'partly' | 'not' {
+    const matcher = new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
+    const count = this.parts.filter(({ name }) => matcher.test(name)).length
+    if (matcher.test(this.name) || count === this.parts.length) return 'wholly'
+    return count > 0 ? 'partly' : 'not'
+  }
+
   /** A frozen parameter gets neither gradient nor optimizer state. */
   get frozen(): boolean {
     return !this.tensor.requiresGrad
@@ -209,10 +217,7 @@ function seedOf(seed: number, name: string): number {
 export abstract class Module implements Disposable {
   /** All parameters below this module; `pattern` picks by name, `*` standing for anything. */
   parameters(pattern = '*'): Param[] {
-    const matcher = new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
-    return [...this.#walk()].filter(
-      ({ name, parts }) => matcher.test(name) || parts.some((part) => matcher.test(part.name)),
-    )
+    return [...this.#walk()].filter((param) => param.named(pattern) !== 'not')
   }
 
   *#walk(): Generator<Param> {

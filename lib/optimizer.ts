@@ -77,7 +77,7 @@ export interface LionOverride extends SharedOverride {
 
 /**
  * SGD with momentum as PyTorch's, element by element: d = g + weightDecay p, m = momentum m + (1 - dampening) d (at the
- * first step m = d), p -= lr m, or p -= lr (d + momentum m) with nesterov. m [1, n] in the recipe's format of the first
+ * optimizer's first step m = d), p -= lr m, or p -= lr (d + momentum m) with nesterov. m [1, n] in the recipe's format of the first
  * moment.
  */
 export interface SgdOptions extends Shared<SgdOverride> {
@@ -203,15 +203,29 @@ export function sgd(options: SgdOptions = {}): FullSgdOptions {
 
 function filled<Options extends FullOptions>(options: Partial<Options>, rule: Rule<Options>): Options {
   const { rule: name } = rule.defaults
+  checkObject(name, options, 'options')
   if (options.rule !== undefined && options.rule !== name)
-    throw new CoatError(`${name}: options are those of ${options.rule}`, 'option', name, 'rule')
+    throw new CoatError(
+      `${name}: rule is ${options.rule} and must be ${name}; the rules are ${Object.keys(rules).join(', ')}`,
+      'option',
+      name,
+      'rule',
+    )
   const { rule: _, ...names } = rule.defaults
   checkNames(name, options, [...Object.keys(names), 'rounding'], '')
   const given = Object.fromEntries(Object.entries(options).filter(([, value]) => value !== undefined))
   const full: Options = { ...rule.defaults, ...given }
-  checkNumbers(name, full, '')
+  checkValues(name, full, '')
+  if (!Array.isArray(full.parameters))
+    throw new CoatError(
+      `${name}: parameters is ${JSON.stringify(full.parameters)} and must be an array`,
+      'type',
+      name,
+      'parameters',
+    )
   full.parameters.forEach((override: SharedOverride, i: number) => {
     const where = `parameters[${i}].`
+    checkObject(name, override, `parameters[${i}]`)
     checkNames(name, override, ['match', ...rule.own], where)
     if (typeof override.match !== 'string')
       throw new CoatError(
@@ -220,7 +234,7 @@ function filled<Options extends FullOptions>(options: Partial<Options>, rule: Ru
         name,
         `${where}match`,
       )
-    checkNumbers(name, override, where)
+    checkValues(name, override, where)
     if (override.lr !== undefined && full.lr === 0)
       throw new CoatError(
         `${name}: ${where}lr is ${override.lr} and lr is 0, which must be greater: the schedule scales both alike`,
@@ -232,38 +246,52 @@ function filled<Options extends FullOptions>(options: Partial<Options>, rule: Ru
   return full
 }
 
+function checkObject(rule: string, value: unknown, name: string): void {
+  if (typeof value !== 'object' || value === null || Array.isArray(value))
+    throw new CoatError(`${rule}: ${name} is ${JSON.stringify(value)} and must be an object`, 'type', rule, name)
+}
+
 function checkNames(rule: string, options: object, names: readonly string[], where: string): void {
   for (const key of Object.keys(options))
     if (key !== 'rule' && !names.includes(key))
       throw new CoatError(
-        `${rule}: option '${where}${key}' is unknown; the options are ${names.join(', ')}`,
+        `${rule}: option '${where}${key}' is unknown; ${where ? `what ${where.slice(0, -1)} may have is` : 'the options are'} ${names.join(', ')}`,
         'option',
         rule,
         `${where}${key}`,
       )
 }
 
-function checkNumbers(
-  rule: string,
-  values: Partial<Numbers> & { seed?: number; rounding?: string },
-  where: string,
-): void {
-  const demand = (name: string, value: unknown, holds: (value: number) => boolean, rules: string) => {
+// Numbers as the device has them, in f32.
+const isFinite32 = (value: unknown) => typeof value === 'number' && Number.isFinite(Math.fround(value))
+
+function checkValues(rule: string, values: object, where: string): void {
+  const given = values as Record<string, unknown>
+  const demand = (name: string, holds: (value: number) => boolean, rules: string, value = given[name]) => {
     if (value !== undefined && !holds(value as number))
-      throw new CoatError(`${rule}: ${where}${name} is ${value} and must be ${rules}`, 'value', rule, `${where}${name}`)
+      throw new CoatError(
+        `${rule}: ${where}${name} is ${typeof value === 'number' ? value : JSON.stringify(value)} and must be ${rules}`,
+        'value',
+        rule,
+        `${where}${name}`,
+      )
   }
-  const part = (value: number) => value >= 0 && value < 1
-  demand('lr', values.lr, (value) => Number.isFinite(value) && value >= 0, 'a finite number of at least 0')
-  demand('eps', values.eps, (value) => value > 0, 'greater than 0')
-  demand('weightDecay', values.weightDecay, (value) => value >= 0, 'at least 0')
-  demand('momentum', values.momentum, part, 'at least 0 and less than 1')
-  demand('dampening', values.dampening, (value) => value >= 0 && value <= 1, 'from 0 to 1')
-  demand('seed', values.seed, (value) => Number.isSafeInteger(value) && value >= 0, 'an integer from 0 to 2^53')
-  values.betas?.forEach((beta, i) => {
-    demand(`betas[${i}]`, beta, part, 'at least 0 and less than 1')
-  })
+  const atLeast0 = (value: number) => isFinite32(value) && value >= 0
+  const part = (value: number) => isFinite32(value) && value >= 0 && value < 1
+  const yesOrNo = (value: unknown) => typeof value === 'boolean'
+  demand('lr', (value) => atLeast0(value) && (value === 0 || Math.fround(value) > 0), 'a finite number of at least 0')
+  demand('eps', (value) => isFinite32(value) && Math.fround(value) > 0, 'a finite number greater than 0 (in f32)')
+  demand('weightDecay', atLeast0, 'a finite number of at least 0')
+  demand('momentum', part, 'at least 0 and less than 1')
+  demand('dampening', (value) => isFinite32(value) && value >= 0 && value <= 1, 'from 0 to 1')
+  demand('seed', (value) => Number.isSafeInteger(value) && value >= 0, 'an integer from 0 to 2^53 - 1')
+  for (const name of ['vFloor', 'allowUnsafe', 'nesterov']) demand(name, yesOrNo, 'true or false')
+  const { betas } = given
+  demand('betas', () => Array.isArray(betas) && betas.length === 2, 'two numbers')
+  if (Array.isArray(betas))
+    for (const i of [0, 1]) demand(`betas[${i}]`, part, 'at least 0 and less than 1', betas[i] ?? Number.NaN)
   const words = entryOf(rule).arguments.find(({ name }) => name === 'rounding')?.words ?? []
-  demand('rounding', values.rounding, () => words.includes(values.rounding as string), `one of ${words.join(', ')}`)
+  demand('rounding', () => words.includes(given.rounding as string), `one of ${words.join(', ')}`)
 }
 
 function entryOf(rule: string): OpEntry {
@@ -326,6 +354,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       throw new CoatError(`${rule}: the module has no parameter to train`, 'value', rule, 'module')
     const matched = parameters.map(({ match }, i) => {
       const named = new Set(module.parameters(match))
+      for (const param of named)
+        if (param.named(match) === 'partly')
+          throw new CoatError(
+            `${rule}: parameters[${i}].match is '${match}', which names a part of '${param.name}' alone; ${param.parts.map(({ name }) => name).join(', ')} are one parameter`,
+            'value',
+            rule,
+            `parameters[${i}].match`,
+          )
       if (named.size === 0)
         throw new CoatError(
           `${rule}: parameters[${i}].match is '${match}', which no parameter of the module is named like`,
@@ -335,8 +371,11 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         )
       return named
     })
+    const { master = null } = recipe
+    if (master !== null && master !== 'f32')
+      throw new CoatError(`${rule}: the recipe's master is ${master} and must be f32 or null`, 'format', rule, 'master')
     const rounding = options.rounding ?? recipe.rounding ?? 'nearest'
-    checkRounding(rule, rounding, recipe, this.params)
+    checkRounding(rule, rounding, master, this.params)
     const entry = entryOf(rule)
     const calls = new Map<string, number>()
     const plans = this.params.map((param) => {
@@ -349,7 +388,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
       const narrow = param.tensor.format === 'bf16'
-      const doubled = narrow && recipe.master !== null
+      const doubled = narrow && master !== null
       const mode = narrow ? rounding : 'nearest'
       const key = JSON.stringify([numbers, doubled, mode])
       const call = calls.get(key) ?? calls.size
@@ -406,6 +445,12 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
    */
   step(lr: number, clip: Tensor | null = null): void {
     const { rule, seed } = this.options
+    const refuse = (name: string, value: unknown, rules: string) => {
+      throw new CoatError(`${rule}: ${name} is ${value} and must be ${rules}`, 'value', rule, name)
+    }
+    if (this.#slots.length === 0) throw new CoatError(`${rule}: the optimizer was disposed`, 'disposed', rule)
+    if (!isFinite32(lr) || lr < 0) refuse('lr', lr, 'a finite number of at least 0')
+    if (!Number.isSafeInteger(this.steps) || this.steps < 0) refuse('steps', this.steps, 'an integer of at least 0')
     const calls = new Map<number, Slot[]>()
     for (const slot of this.#trained()) {
       const together = calls.get(slot.call)
@@ -500,7 +545,7 @@ function seedOf(...parts: number[]): number {
 }
 
 // What the native op takes, said before there are states.
-function checkRounding(rule: string, rounding: Rounding, { master }: OptimizerRecipe, params: readonly Param[]): void {
+function checkRounding(rule: string, rounding: Rounding, master: Recipe['master'], params: readonly Param[]): void {
   if (rounding === 'nearest') return
   const fail = (why: string) => {
     throw new CoatError(`${rule}: rounding is ${rounding} and must be nearest ${why}`, 'value', rule, 'rounding')
@@ -532,11 +577,13 @@ function checkSafe(
   { name }: Param,
   { v, vFloor, betas: [, beta2] }: { v: Format } & Pick<Numbers, 'vFloor' | 'betas'>,
 ): void {
-  if (!/^(e\dm\d|u8|f16)\/[gt]/.test(v) || (vFloor && beta2 <= 0.99)) return
-  const why = vFloor
+  // u4 has no code of 0
+  const floored = vFloor || v.startsWith('u4')
+  if (!/^(e\dm\d|u\d|f16)\/[gt]/.test(v) || (floored && beta2 <= 0.99)) return
+  const why = floored
     ? `rounds what small second moments gain away with betas[1] ${beta2}`
     : 'stores small second moments as 0'
-  const way = vFloor ? 'betas[1] of at most 0.99' : 'vFloor'
+  const way = floored ? 'betas[1] of at most 0.99' : 'vFloor'
   const expanded = /^e\dm\d/.test(v) ? `v ${v.replace(/\/.*/, '/x128')}, ` : ''
   throw new CoatError(
     `adamw: v ${v}, of parameter '${name}', ${why}, and the next steps divide by them; take ${expanded}${way}, or set allowUnsafe`,

@@ -255,11 +255,32 @@ it('refuses roundings that there is nothing to round for, and rules of SGD', () 
   )
   expect(failure(() => sgd({ momentum: 1 })).message).toMatch(/momentum is 1 and must be at least 0 and less than 1/)
   expect(failure(() => lion({ eps: 1 } as never)).message).toMatch(/lion: option 'eps' is unknown; the options are/)
-  expect(failure(() => adamw({ seed: -1 })).message).toMatch(/seed is -1 and must be an integer from 0 to 2\^53/)
+  expect(failure(() => adamw({ seed: -1 })).message).toMatch(/seed is -1 and must be an integer from 0 to 2\^53 - 1/)
   expect(failure(() => adamw({ rounding: 'up' as never })).message).toMatch(/must be one of nearest, stochastic, kahan/)
   using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
   const parameters = [{ match: '*', m: 'bf16x2' as never }]
   expect(failure(() => new Sgd(model, model.recipe, { parameters })).message).toMatch(/m bf16x2, of .* not a format of/)
+})
+
+it('refuses what a step cannot take', () => {
+  using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
+  const optimizer = new AdamW(model, model.recipe)
+  expect(failure(() => optimizer.step(-1)).message).toBe('adamw: lr is -1 and must be a finite number of at least 0')
+  optimizer.steps = -1
+  expect(failure(() => optimizer.step(1)).message).toBe('adamw: steps is -1 and must be an integer of at least 0')
+  optimizer.dispose()
+  expect(failure(() => optimizer.step(1)).message).toBe('adamw: the optimizer was disposed')
+  const master = { ...model.recipe, master: 'bf16' as never }
+  expect(failure(() => new AdamW(model, master)).message).toMatch(/the recipe's master is bf16 and must be f32 or null/)
+})
+
+it.each(['e4m3/g128', 'u8/g256', 'u4/g128', 'f16/t'] as const)('refuses v %s with a slow second beta', (v) => {
+  using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
+  const m = ({ 'u8/g256': 'd8/g256', 'u4/g128': 'd4/g128', 'f16/t': 'e4m3/t' } as const)[v as 'f16/t'] ?? v
+  const make = (beta2: number) => () =>
+    new AdamW(model, { master: null, m: m as 'f32', v: v as 'f32' }, { betas: [0.9, beta2] }).dispose()
+  expect(failure(make(0.999)).message).toMatch(/rounds what small second moments gain away with betas\[1\] 0\.999/)
+  expect(make(0.99)).not.toThrow()
 })
 
 it.each<[AdamWOptions, RegExp]>([
@@ -269,7 +290,7 @@ it.each<[AdamWOptions, RegExp]>([
   ],
   [
     { parameters: [{ match: '*', rate: 1 } as never] },
-    /option 'parameters\[0\]\.rate' is unknown; the options are match,/,
+    /option 'parameters\[0\]\.rate' is unknown; what parameters\[0\] may have is match,/,
   ],
   [{ parameters: [{} as never] }, /parameters\[0\]\.match is undefined and must be the name of parameters/],
   [{ parameters: [{ match: '*', lr: -1 }] }, /parameters\[0\]\.lr is -1 and must be a finite number of at least 0/],
@@ -277,6 +298,25 @@ it.each<[AdamWOptions, RegExp]>([
     { parameters: [{ match: '*', betas: [0.9, 1] }] },
     /parameters\[0\]\.betas\[1\] is 1 and must be at least 0 and less/,
   ],
+  [
+    { parameters: [{ match: '*q_proj.weight', lr: 1 }] },
+    /'\*q_proj\.weight', which names a part of .* are one parameter/,
+  ],
+  [{ parameters: ['x'] as never }, /parameters\[0\] is "x" and must be an object/],
+  [{ parameters: {} as never }, /parameters is \{\} and must be an array/],
+  [5 as never, /options is 5 and must be an object/],
+  [{ rule: 'adam' } as never, /rule is adam and must be adamw; the rules are adamw, lion, sgd/],
+  [{ betas: [0.9] as never }, /betas is \[0\.9\] and must be two numbers/],
+  [{ betas: null as never }, /betas is null and must be two numbers/],
+  [{ betas: ['0.9', 0.95] as never }, /betas\[0\] is "0\.9" and must be at least 0 and less than 1/],
+  [{ eps: 1e-60 }, /eps is 1e-60 and must be a finite number greater than 0 \(in f32\)/],
+  [{ eps: Number.POSITIVE_INFINITY }, /eps is Infinity and must be a finite number/],
+  [{ lr: 1e39 }, /lr is 1e\+39 and must be a finite number/],
+  [{ lr: 5e-324 }, /lr is 5e-324 and must be a finite number/],
+  [{ weightDecay: Number.POSITIVE_INFINITY }, /weightDecay is Infinity and must be a finite number of at least 0/],
+  [{ weightDecay: null as never }, /weightDecay is null and must be a finite number of at least 0/],
+  [{ vFloor: 'no' as never }, /vFloor is "no" and must be true or false/],
+  [{ allowUnsafe: 'false' as never }, /allowUnsafe is "false" and must be true or false/],
   [{ lr: 0, parameters: [{ match: '*', lr: 1 }] }, /parameters\[0\]\.lr is 1 and lr is 0, which must be greater/],
   [
     { parameters: [{ match: '*norm*', m: 'bf16' }] },

@@ -223,6 +223,11 @@ describe('adamw', () => {
     },
   )
 
+  it.each(pairs)('m %s, v %s: after a gradient whose square overflows nothing moves far', async (...pair) => {
+    const moves = await largestMoves(pair, 6, usual, (t, i) => (t === 1 && i % 64 === 0 ? 1e20 : 1e-3), { floor: true })
+    for (const move of moves) expect(move).toBeLessThan(10)
+  })
+
   // Small additions to a second moment are rounded away: what `allowUnsafe` is about.
   it.each([
     [0.99, 0, 8],

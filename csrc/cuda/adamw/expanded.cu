@@ -224,6 +224,8 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
     RangeWithMin range;
     range.max = bits_of(high), range.min = bits_of(low);
     if (__any_sync(kAll, !(low > 0.f && high < kInf))) {
+#pragma unroll
+      for (int k = 0; k < kPart; ++k) v[k] = AdamW::kept(v[k]);
       const RangeWithMin of_m = range_of(m), of_v = range_of(v);
       range = odd ? of_v : of_m;
       infs += of_m.infs + of_v.infs;
