@@ -39,7 +39,8 @@ interface SharedOverride {
 /**
  * AdamW (Loshchilov and Hutter, arXiv 1711.05101) at step t, element by element:
  * m = β1 m + (1 - β1) g, v = β2 v + (1 - β2) g², p -= lr (weightDecay p + m̂ / (√v̂ + eps)) with m̂ = m / (1 - β1^t),
- * v̂ = v / (1 - β2^t). m and v [1, n] in the recipe's formats.
+ * v̂ = v / (1 - β2^t). m and v [1, n] in the recipe's formats. t counts the optimizer's steps, also for a parameter that
+ * gets its first gradient later.
  */
 export interface AdamWOptions extends Shared<AdamWOverride> {
   /** Decay of the first and the second moment (default 0.9, 0.95). */
