@@ -292,15 +292,10 @@ describe('adamw', () => {
     const random = new Random(8)
     let state = await Promise.all([zeros('bf16', n), zeros('e4m3/x128', n), zeros('e4m3/x128', n)].map(bytesOf))
     const formats = ['bf16', 'e4m3/x128', 'e4m3/x128'] as const
+    const values = () => Array.from({ length: n }, () => random.typical() * 10 ** (-6 * random.uniform()))
     let [apart, shifted] = [0, 0]
     for (let t = 1; t <= 3; t++) {
-      const gradient = await bytesOf(
-        tensor(
-          'bf16',
-          [1, n],
-          Array.from({ length: n }, () => random.typical() * 10 ** (-6 * random.uniform())),
-        ),
-      )
+      const gradient = await bytesOf(tensor('bf16', [1, n], values()))
       // both from the state of the CPU, since what differs by a code moves on from there
       const run = (device: 'cpu' | 'cuda') => {
         const [p, m, v, g] = [...formats, 'bf16' as const].map((format, i) => {
