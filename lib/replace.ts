@@ -11,7 +11,10 @@ export class Replacement {
   readonly #files = new Map<string, string>()
   readonly #removed = new Set<string>()
 
-  /** The name under which the next content of `target` is written: in the same folder, so that a rename moves it. */
+  /**
+   * The name under which the next content of `target` is written: in the same folder, so that a rename moves it. It may
+   * become a folder where `target` is not there yet.
+   */
   write(target: string): string {
     const temporary = this.#beside(target, 'new')
     this.#files.set(target, temporary)
@@ -57,7 +60,7 @@ export class Replacement {
 
   /** Deletes what was written under temporary names. */
   async abort(): Promise<void> {
-    for (const temporary of this.#files.values()) await rm(temporary, { force: true })
+    for (const temporary of this.#files.values()) await rm(temporary, { force: true, recursive: true })
   }
 
   #beside(target: string, what: 'new' | 'old'): string {
