@@ -51,7 +51,7 @@ export class Replacement {
       for (const target of this.#removed) if (!this.#files.has(target)) await rm(target, { force: true })
       for (const folder of new Set([...this.#files.keys()].map(dirname))) await synced(folder)
     } catch (error) {
-      for (const target of placed) if (!kept.has(target)) await rm(target, { force: true })
+      for (const target of placed) if (!kept.has(target)) await rm(target, { force: true, recursive: true })
       for (const [target, old] of kept) await restored(target, old)
       throw error
     }

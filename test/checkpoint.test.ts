@@ -24,8 +24,9 @@ import {
   writeSafetensors,
 } from '../lib/index.ts'
 
-// A process that is killed at its n-th file operation: that one, writes half-way, and all later ones do not happen.
-const kill = vi.hoisted(() => ({ at: Number.POSITIVE_INFINITY, count: 0 }))
+// A process that is killed at its n-th file operation: that one, writes half-way, and all later ones do not happen. With
+// `last` the later ones happen again from there on: a disk that was full.
+const kill = vi.hoisted(() => ({ at: Number.POSITIVE_INFINITY, last: Number.POSITIVE_INFINITY, count: 0 }))
 vi.mock('node:fs/promises', async (original) => {
   const real = await original<typeof import('node:fs/promises')>()
   const mortal =
@@ -33,7 +34,7 @@ vi.mock('node:fs/promises', async (original) => {
     async (...args: Args): Promise<Result> => {
       kill.count += 1
       if (kill.count === kill.at) await half?.(...args)
-      if (kill.count >= kill.at) throw new Error('killed')
+      if (kill.count >= kill.at && kill.count <= kill.last) throw new Error('killed')
       return does(...args)
     }
   const open = async (path: string, flags?: string) => {
@@ -115,7 +116,7 @@ const numbers = (list: StepMetrics[]) => list.map(({ step, loss, gradNorm, lr })
 const root = mkdtempSync(join(tmpdir(), 'coat-checkpoint-'))
 let dir = ''
 beforeEach(() => {
-  kill.at = Number.POSITIVE_INFINITY
+  Object.assign(kill, { at: Number.POSITIVE_INFINITY, last: Number.POSITIVE_INFINITY })
   dir = mkdtempSync(join(root, 'run-'))
 })
 afterAll(() => rmSync(root, { recursive: true }))
@@ -226,6 +227,27 @@ describe('C3: a kill during save', () => {
   })
   it('of the step that is there already', async () => {
     expect(await everywhere(1)).toEqual(new Set([1]))
+  })
+
+  it('an operation that fails leaves the one before, or has the new one, and nothing else', async () => {
+    const trainer = trainerOf()
+    const fresh = trainerOf({}, 2)
+    for (let at = 1, failed = true; failed; at++) {
+      const here = join(dir, String(at))
+      trainer.optimizer.steps = 4
+      await saveCheckpoint(trainer, here)
+      trainer.optimizer.steps = 5
+      Object.assign(kill, { at, last: at, count: 0 })
+      const error = await saveCheckpoint(trainer, here).catch((caught: CoatError) => caught)
+      failed = kill.count >= at
+      kill.at = Number.POSITIVE_INFINITY
+      if (typeof error !== 'string') expect(error).toBeInstanceOf(CoatError)
+      const saved = typeof error === 'string' ? ['step-00000004', 'step-00000005'] : ['step-00000004']
+      expect(readdirSync(here).sort()).toEqual(saved)
+      expect(await fresh.resume(here)).toMatchObject({ step: typeof error === 'string' ? 5 : 4, warnings: [] })
+    }
+    drop(trainer)
+    drop(fresh)
   })
 
   it('passes over what is cut or missing, and says so', async () => {
@@ -379,6 +401,7 @@ describe('C12: other settings are refused by name with both values', () => {
     ['accumulate is 1 in the checkpoint and 2 here', { options: { accumulate: 2 } }],
     ['clip is 1 in the checkpoint and 0.5 here', { options: { clip: 0.5 } }],
     ['schedule.0 is 0.25 in the checkpoint and 0.2 here', { options: { schedule: cosine({ warmup: 5 }) } }],
+    ['schedule.7 is ', { options: { steps: 17 } }],
     ['data.seed is 7 in the checkpoint and 8 here', { data: { seed: 8 } }],
     ['data.sequence is 16 in the checkpoint and 8 here', { data: { sequence: 8 } }],
     ['data.sequences is ', { data: { copies: 41 } }],
