@@ -409,6 +409,12 @@ describe('C12: other settings are refused by name with both values', () => {
   it.each(cases)('%s', async (text, setup) => {
     expect(await refused(setup)).toContain(text)
   })
+  it('a text refuses the place of another order', () => {
+    const text = (seed: number) => new TextDataset(sentence.repeat(40), { sequence: 16, seed })
+    const state = text(7).state()
+    expect(() => text(8).restore(state)).toThrow('TextDataset: seed is 7 in the state and 8 here')
+    expect(() => text(7).restore({ ...state, position: -1 })).toThrow('state.position is -1 and must be an integer')
+  })
   it('names all at once', async () => {
     const message = await refused({ options: { batch: 3, clip: 0 } })
     expect(message).toContain('batch is 2 in the checkpoint and 3 here; clip is 1 in the checkpoint and 0 here')
