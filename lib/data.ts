@@ -120,13 +120,7 @@ export abstract class OrderedDataset implements Dataset {
   }
 
   restore(state: DataState): void {
-    const now = this.state()
-    for (const key of ['seed', 'shuffle', 'sequence', 'sequences'] as const)
-      if (state[key] !== now[key])
-        refusal(this.#name)(
-          'state',
-          `${key} is ${state[key]} in the state and ${now[key]} here, and must be equal for the same order`,
-        )
+    expectOrder(this.#name, state, this.state())
     this.#expect('state.position', state.position, 0)
     this.#position = state.position
   }
@@ -153,6 +147,15 @@ export function refusal(name: string): (argument: string, text: string) => never
   return (argument, text) => {
     throw new CoatError(`${name}: ${text}`, 'value', name, argument)
   }
+}
+
+function expectOrder(name: string, state: DataState, now: DataState): void {
+  for (const key of ['seed', 'shuffle', 'sequence', 'sequences'] as const)
+    if (state[key] !== now[key])
+      refusal(name)(
+        'state',
+        `${key} is ${state[key]} in the state and ${now[key]} here, and must be equal for the same order`,
+      )
 }
 
 export function expectInteger(name: string, argument: string, value: number, least: number): void {
@@ -188,6 +191,7 @@ export class TextDataset implements Dataset {
   readonly train: Uint8Array | Int32Array
   readonly heldOut: Uint8Array | Int32Array
   readonly #seed: number
+  #position = 0
 
   constructor(documents: string | readonly string[], options: TextOptions) {
     const { sequence, tokenizer = new ByteTokenizer(), seed = 0, heldOut = 0.05 } = options
@@ -228,6 +232,7 @@ export class TextDataset implements Dataset {
   batch(index: number, size: number): Batch {
     const places = this.train.length - this.sequence
     const starts = Array.from({ length: size }, (_, row) => place(this.#seed, index, row, places))
+    this.#position = (index + 1) * size
     return windows(this.train, starts, this.sequence)
   }
 
@@ -238,6 +243,19 @@ export class TextDataset implements Dataset {
     for (let i = 0; i < starts.length; i += size)
       batches.push(windows(this.heldOut, starts.slice(i, i + size), this.sequence))
     return batches
+  }
+
+  /** `sequences` are the places where one can start. */
+  state(): DataState {
+    const { sequence } = this
+    const sequences = this.train.length - sequence
+    return { position: this.#position, seed: this.#seed, shuffle: true, sequence, sequences }
+  }
+
+  restore(state: DataState): void {
+    expectOrder('TextDataset', state, this.state())
+    expectInteger('TextDataset', 'state.position', state.position, 0)
+    this.#position = state.position
   }
 }
 

@@ -1,5 +1,12 @@
 // What users import.
 export {
+  type Checkpointed,
+  type CheckpointOptions,
+  loadCheckpoint,
+  type Resumed,
+  saveCheckpoint,
+} from './checkpoint.ts'
+export {
   type Batch,
   type DataState,
   type Dataset,

@@ -11,7 +11,10 @@ export class Replacement {
   readonly #files = new Map<string, string>()
   readonly #removed = new Set<string>()
 
-  /** The name under which the next content of `target` is written: in the same folder, so that a rename moves it. */
+  /**
+   * The name under which the next content of `target` is written: in the same folder, so that a rename moves it. It may
+   * become a folder where `target` is not there yet.
+   */
   write(target: string): string {
     const temporary = this.#beside(target, 'new')
     this.#files.set(target, temporary)
@@ -48,7 +51,7 @@ export class Replacement {
       for (const target of this.#removed) if (!this.#files.has(target)) await rm(target, { force: true })
       for (const folder of new Set([...this.#files.keys()].map(dirname))) await synced(folder)
     } catch (error) {
-      for (const target of placed) if (!kept.has(target)) await rm(target, { force: true })
+      for (const target of placed) if (!kept.has(target)) await rm(target, { force: true, recursive: true })
       for (const [target, old] of kept) await restored(target, old)
       throw error
     }
@@ -57,7 +60,7 @@ export class Replacement {
 
   /** Deletes what was written under temporary names. */
   async abort(): Promise<void> {
-    for (const temporary of this.#files.values()) await rm(temporary, { force: true })
+    for (const temporary of this.#files.values()) await rm(temporary, { force: true, recursive: true })
   }
 
   #beside(target: string, what: 'new' | 'old'): string {

@@ -1,5 +1,6 @@
 // The loop: batch → forward → backward → step. Yields one metrics object a step and writes nothing.
 import { setImmediate } from 'node:timers/promises'
+import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage } from './native.ts'
@@ -13,6 +14,8 @@ import { type Device, memory, resetPeak, scope, Tensor } from './tensor.ts'
 /** What the trainer needs of a model. */
 export interface TrainableModel extends Module {
   readonly recipe: Recipe
+  /** Sizes, where it has them in one place: a checkpoint records and compares them. */
+  readonly config?: object
   readonly device: Device
   /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
   loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor
@@ -33,6 +36,8 @@ export interface TrainerOptions {
   clip?: number
   /** Consecutive skips after which training stops with an error (default 10). */
   maxSkips?: number
+  /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
+  checkpoint?: CheckpointOptions
 }
 
 /** One step, as it happened. */
@@ -59,17 +64,20 @@ export interface StepMetrics {
   memory: MemoryUsage
 }
 
-const known = ['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips']
+const known = ['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips', 'checkpoint']
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
   readonly model: TrainableModel
   readonly optimizer: Optimizer
-  readonly options: Required<Omit<TrainerOptions, 'optimizer'>>
+  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'checkpoint'>> & {
+    readonly checkpoint: Required<CheckpointOptions> | null
+  }
   /** Batches taken so far, skipped steps included. */
   batches = 0
   skippedSteps = 0
-  #skipsInARow = 0
+  /** Skipped steps since the last that was done. */
+  skipsInARow = 0
   #ledger: LedgerRow[] = []
 
   constructor(model: TrainableModel, options: TrainerOptions) {
@@ -81,8 +89,15 @@ export class Trainer implements Disposable {
           'Trainer',
           key,
         )
-    const { optimizer, ...rest } = options
-    const full = { accumulate: 1, schedule: constant(), clip: 1, maxSkips: 10, ...rest }
+    const { optimizer, checkpoint, ...rest } = options
+    const full = {
+      accumulate: 1,
+      schedule: constant(),
+      clip: 1,
+      maxSkips: 10,
+      ...rest,
+      checkpoint: checked(checkpoint),
+    }
     for (const name of ['batch', 'accumulate', 'steps', 'maxSkips'] as const)
       if (!Number.isSafeInteger(full[name]) || full[name] < 1)
         throw new CoatError(
@@ -103,10 +118,19 @@ export class Trainer implements Disposable {
     return this.#ledger
   }
 
+  /**
+   * Goes on from the newest complete checkpoint of `dir`: parameters, states, counters, place in the data and learning rate,
+   * bit for bit; `run()` does the steps that are left. See `loadCheckpoint` for what is refused and what `allow` permits.
+   */
+  async resume(dir: string, options: { allow?: readonly string[] } = {}): Promise<Resumed> {
+    return loadCheckpoint(this, dir, options)
+  }
+
   /** Runs until `steps` are done. The caller may stop at any step and go on with another `run()`. */
   async *run(): AsyncGenerator<StepMetrics, void, void> {
     while (this.optimizer.steps < this.options.steps) {
       const metrics = await this.step()
+      if (!metrics.skipped) await this.#save()
       yield metrics
       await setImmediate()
     }
@@ -148,7 +172,7 @@ export class Trainer implements Disposable {
     this.batches += accumulate
     if (!skip) {
       optimizer.advance()
-      this.#skipsInARow = 0
+      this.skipsInARow = 0
     }
     const time = performance.now() - started
     const usage = memory()
@@ -191,6 +215,13 @@ export class Trainer implements Disposable {
     this.dispose()
   }
 
+  async #save(): Promise<void> {
+    const { checkpoint, steps } = this.options
+    const done = this.optimizer.steps
+    if (checkpoint && (done % checkpoint.every === 0 || done === steps))
+      await saveCheckpoint(this, checkpoint.dir, checkpoint)
+  }
+
   #forwardBackward(micro: Batch, weight: number): Tensor {
     using tape = new Tape()
     return scope(() => {
@@ -208,17 +239,43 @@ export class Trainer implements Disposable {
 
   async #skipped(norms: Tensor, maxSkips: number): Promise<void> {
     this.skippedSteps += 1
-    this.#skipsInARow += 1
-    if (this.#skipsInARow < maxSkips) return
+    this.skipsInARow += 1
+    if (this.skipsInARow < maxSkips) return
     const values = await norms.read()
     const bad = this.optimizer.clipped.filter((_, i) => !Number.isFinite(values[i]))
     throw new CoatError(
-      `training: the gradient was not finite in ${this.#skipsInARow} steps in a row (maxSkips), in: ${bad.map(({ name }) => name).join(', ')}`,
+      `training: the gradient was not finite in ${this.skipsInARow} steps in a row (maxSkips), in: ${bad.map(({ name }) => name).join(', ')}`,
       'diverged',
       'training',
       bad[0]?.name ?? '',
     )
   }
+}
+
+function checked(checkpoint: CheckpointOptions | undefined): Required<CheckpointOptions> | null {
+  if (checkpoint === undefined) return null
+  const full = { keep: 3, ...checkpoint }
+  const demand = (name: string, value: unknown, holds: boolean, rule: string) => {
+    if (!holds) throw new CoatError(`Trainer: ${name} is ${value} and must be ${rule}`, 'value', 'Trainer', name)
+  }
+  const names = ['dir', 'every', 'keep']
+  for (const key of Object.keys(full))
+    if (!names.includes(key))
+      throw new CoatError(
+        `Trainer: option 'checkpoint.${key}' is unknown; the options are ${names.join(', ')}`,
+        'option',
+        'Trainer',
+        `checkpoint.${key}`,
+      )
+  demand('checkpoint.dir', full.dir, typeof full.dir === 'string' && full.dir !== '', 'the path of a folder')
+  for (const name of ['every', 'keep'] as const)
+    demand(
+      `checkpoint.${name}`,
+      full[name],
+      Number.isSafeInteger(full[name]) && full[name] >= 1,
+      'an integer of at least 1',
+    )
+  return full
 }
 
 function counted(targets: Int32Array): number {

@@ -39,6 +39,7 @@ describe('directions', () => {
     ['ops'],
     ['modules', 'tokens', 'jsonl'],
     ['models/llama', 'optimizer'],
+    ['checkpoint'],
     ['trainer'],
     ['charts'],
     ['report'],
