@@ -23,6 +23,7 @@ import {
   type TrainerOptions,
   writeSafetensors,
 } from '../lib/index.ts'
+import { smallLlama as config, sentence } from './values.ts'
 
 // A process that is killed at its n-th file operation: that one, writes half-way, and all later ones do not happen. With
 // `last` the later ones happen again from there on: a disk that was full.
@@ -57,18 +58,6 @@ vi.mock('node:fs/promises', async (original) => {
     writeFile: mortal(writeFile, (path, text) => writeFile(path, String(text).slice(0, 40))),
   }
 })
-
-const config = {
-  hidden_size: 32,
-  intermediate_size: 80,
-  num_hidden_layers: 2,
-  num_attention_heads: 4,
-  num_key_value_heads: 2,
-  vocab_size: 256,
-  max_position_embeddings: 64,
-  tie_word_embeddings: true,
-}
-const sentence = 'Four score and seven years ago our fathers brought forth on this continent a new nation. '
 
 interface Setup {
   recipe?: ModelOptions['recipe']

@@ -1,9 +1,8 @@
 // Models saved and loaded again: equal bits, names and settings of Hugging Face, tied embeddings, saves that fail.
 import { existsSync } from 'node:fs'
-import { cp, mkdir, mkdtemp, readdir, readFile, rm } from 'node:fs/promises'
-import { tmpdir } from 'node:os'
+import { cp, mkdir, readdir, readFile } from 'node:fs/promises'
 import { join, resolve } from 'node:path'
-import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, it } from 'vitest'
+import { afterEach, describe, expect, it } from 'vitest'
 import {
   LlamaForCausalLM,
   memory,
@@ -15,21 +14,15 @@ import {
   type TensorSource,
   writeSafetensors,
 } from '../lib/index.ts'
+import { eachInFolder } from './folders.ts'
 
-let root = ''
 let folder = ''
-let next = 0
 let tensorsBefore = 0
-beforeAll(async () => {
-  root = await mkdtemp(join(tmpdir(), 'coat-'))
-})
-beforeEach(async () => {
-  folder = join(root, String(next++))
-  await mkdir(folder)
+eachInFolder((path) => {
+  folder = path
   tensorsBefore = memory().tensors
 })
 afterEach(() => expect(memory().tensors).toBe(tensorsBefore))
-afterAll(() => rm(root, { recursive: true }))
 
 /** Every file of the folder, as it is. */
 async function contents(): Promise<Record<string, Buffer>> {

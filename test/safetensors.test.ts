@@ -1,11 +1,10 @@
 // Safetensors: every dtype there and back, headers and indexes that lie, files over 2 GiB, writes that fail.
 import { createHash } from 'node:crypto'
 import fs, { readdirSync, readFileSync, statSync } from 'node:fs'
-import { cp, mkdir, mkdtemp, open, readdir, readFile, rm, symlink, writeFile } from 'node:fs/promises'
+import { cp, mkdir, open, readdir, readFile, rm, symlink, writeFile } from 'node:fs/promises'
 import { syncBuiltinESMExports } from 'node:module'
-import { tmpdir } from 'node:os'
 import { basename, dirname, join } from 'node:path'
-import { afterAll, beforeAll, beforeEach, describe, expect, it } from 'vitest'
+import { beforeEach, describe, expect, it } from 'vitest'
 import {
   CoatError,
   type Dtype,
@@ -16,18 +15,14 @@ import {
   type TensorSource,
   writeSafetensors,
 } from '../lib/index.ts'
+import { eachInFolder } from './folders.ts'
 
 let root = ''
 let folder = ''
-let next = 0
-beforeAll(async () => {
-  root = await mkdtemp(join(tmpdir(), 'coat-'))
+eachInFolder((path, outside) => {
+  folder = path
+  root = outside
 })
-beforeEach(async () => {
-  folder = join(root, String(next++))
-  await mkdir(folder)
-})
-afterAll(() => rm(root, { recursive: true }))
 
 /** A file with this header and data, its length field as given. */
 async function file(

@@ -19,18 +19,8 @@ import {
   type TrainerOptions,
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
+import { smallLlama as config, sentence } from './values.ts'
 
-const config = {
-  hidden_size: 32,
-  intermediate_size: 80,
-  num_hidden_layers: 2,
-  num_attention_heads: 4,
-  num_key_value_heads: 2,
-  vocab_size: 256,
-  max_position_embeddings: 64,
-  tie_word_embeddings: true,
-}
-const sentence = 'Four score and seven years ago our fathers brought forth on this continent a new nation. '
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 
 function trainer(

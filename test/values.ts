@@ -78,3 +78,16 @@ export type Name =
   | ('table' | 'targets' | 'w' | 'x' | 'y')
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */
 export type Given = Record<Letter | Hyper | Scalar | 'std', number> & Record<Name, Values> & Record<List, Values[]>
+
+/** A model and a text that train in seconds. */
+export const smallLlama = {
+  hidden_size: 32,
+  intermediate_size: 80,
+  num_hidden_layers: 2,
+  num_attention_heads: 4,
+  num_key_value_heads: 2,
+  vocab_size: 256,
+  max_position_embeddings: 64,
+  tie_word_embeddings: true,
+}
+export const sentence = 'Four score and seven years ago our fathers brought forth on this continent a new nation. '
