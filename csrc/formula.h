@@ -157,22 +157,27 @@ COAT_HD float normal_cdf(float x) {
 COAT_HD float gelu(float x) { return x * normal_cdf(x); }
 COAT_HD float gelu_derivative(float x) { return fma_(x, 0.398942280f * exp_(-0.5f * x * x), normal_cdf(x)); }
 
-// One AdamW update (COAT section 1.3 order: moments, bias-corrected denominator with eps outside the root, decoupled
-// decay on the old parameter). gain = 1 - beta; correct1 = 1 - beta1^t, correct2 = sqrt(1 - beta2^t).
-struct AdamW {
-  static constexpr int moments = 2;
+// What the rules with two averages of gradients have in common: gain = 1 - beta.
+struct Averages {
   float lr, beta1, gain1, beta2, gain2, weight_decay;
-  float root, floor;  // the denominator is root sqrt(v) + floor
   template <class Args>
-  explicit AdamW(const Args& args)
+  explicit Averages(const Args& args)
       : lr(args.lr),
         beta1(args.beta1),
         gain1(args.gain1),
         beta2(args.beta2),
         gain2(args.gain2),
-        weight_decay(args.weight_decay),
-        root(args.correct1 / args.correct2),
-        floor(args.eps * args.correct1) {}
+        weight_decay(args.weight_decay) {}
+};
+
+// One AdamW update (COAT section 1.3 order: moments, bias-corrected denominator with eps outside the root, decoupled
+// decay on the old parameter). correct1 = 1 - beta1^t, correct2 = sqrt(1 - beta2^t).
+struct AdamW : Averages {
+  static constexpr int moments = 2;
+  float root, floor;  // the denominator is root sqrt(v) + floor
+  template <class Args>
+  explicit AdamW(const Args& args)
+      : Averages(args), root(args.correct1 / args.correct2), floor(args.eps * args.correct1) {}
   COAT_HD void update(float& p, float g, float& m, float& v) const {
     m = fma_(m, beta1, gain1 * g);
     v = fma_(v, beta2, (gain2 * g) * g);
@@ -185,17 +190,9 @@ struct AdamW {
 
 // One Lion update (Chen et al., 2023, arXiv 2302.06675, algorithm 2): the sign of one average moves the parameter,
 // another one is kept. sign(0) = 0, and NaN stays NaN.
-struct Lion {
+struct Lion : Averages {
   static constexpr int moments = 1;
-  float lr, beta1, gain1, beta2, gain2, weight_decay;
-  template <class Args>
-  explicit Lion(const Args& args)
-      : lr(args.lr),
-        beta1(args.beta1),
-        gain1(args.gain1),
-        beta2(args.beta2),
-        gain2(args.gain2),
-        weight_decay(args.weight_decay) {}
+  using Averages::Averages;
   COAT_HD void update(float& p, float g, float& m) const {
     const float c = fma_(m, beta1, gain1 * g);
     p = p - lr * fma_(p, weight_decay, c > 0.f ? 1.f : (c < 0.f ? -1.f : c));

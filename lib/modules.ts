@@ -117,6 +117,11 @@ export interface ParamOptions {
   parts?: readonly Part[]
 }
 
+/** Names like the pattern, in which `*` stands for anything. */
+function matcherOf(pattern: string): RegExp {
+  return new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
+}
+
 /** A trained tensor and its gradient. Fused ones (q|k|v, gate|up) carry the names of their parts as checkpoints have them. */
 export class Param implements GradientSink, Disposable {
   readonly name: string
@@ -148,9 +153,9 @@ export class Param implements GradientSink, Disposable {
     this.tensor.keepsScale = true
   }
 
-  /** Whether its name, or those of its parts, are like the pattern, in which `*` stands for anything. */
-  named(pattern: string): 'wholly' | 'partly' | 'not' {
-    const matcher = new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
+  /** Whether its name, or those of its parts, are like the pattern. */
+  named(pattern: string | RegExp): 'wholly' | 'partly' | 'not' {
+    const matcher = typeof pattern === 'string' ? matcherOf(pattern) : pattern
     const count = this.parts.filter(({ name }) => matcher.test(name)).length
     if (matcher.test(this.name) || count === this.parts.length) return 'wholly'
     return count > 0 ? 'partly' : 'not'
@@ -217,7 +222,8 @@ function seedOf(seed: number, name: string): number {
 export abstract class Module implements Disposable {
   /** All parameters below this module; `pattern` picks by name, `*` standing for anything. */
   parameters(pattern = '*'): Param[] {
-    return [...this.#walk()].filter((param) => param.named(pattern) !== 'not')
+    const matcher = matcherOf(pattern)
+    return [...this.#walk()].filter((param) => param.named(matcher) !== 'not')
   }
 
   *#walk(): Generator<Param> {

@@ -1,8 +1,9 @@
 // Token files: ids on disk, written once and read in place.
 import { closeSync, fstatSync, openSync, readSync } from 'node:fs'
-import { type FileHandle, open, rename, rm } from 'node:fs/promises'
+import { type FileHandle, open } from 'node:fs/promises'
 import { type Batch, expectInteger, OrderedDataset, type OrderOptions, orderOf, refusal } from './data.ts'
 import { CoatError } from './native.ts'
+import { Replacement } from './replace.ts'
 import type { Tokenizer } from './tokenizer.ts'
 
 const magic = 'coattok\n'
@@ -42,8 +43,8 @@ export async function writeTokens(
   const bytes = Buffer.alloc(chunkIds * width)
   const buffer = idsOver(bytes, width)
   const header = Buffer.alloc(headerBytes)
-  const partial = `${file}.partial`
-  const handle = await open(partial, 'w')
+  const replacement = new Replacement()
+  const handle = await open(replacement.write(file), 'w')
   let count = 0
   try {
     await writeAt(handle, header, 0)
@@ -68,10 +69,10 @@ export async function writeTokens(
     await writeAt(handle, header, 0)
     await handle.sync()
     await handle.close()
-    await rename(partial, file)
+    await replacement.commit()
   } catch (error) {
     await handle.close()
-    await rm(partial, { force: true })
+    await replacement.abort()
     throw error
   }
   return count

@@ -81,14 +81,7 @@ export class Trainer implements Disposable {
   #ledger: LedgerRow[] = []
 
   constructor(model: TrainableModel, options: TrainerOptions) {
-    for (const key of Object.keys(options))
-      if (!known.includes(key))
-        throw new CoatError(
-          `Trainer: option '${key}' is unknown; the options are ${known.join(', ')}`,
-          'option',
-          'Trainer',
-          key,
-        )
+    checkNames(options, known)
     const { optimizer, checkpoint, ...rest } = options
     const full = {
       accumulate: 1,
@@ -258,15 +251,7 @@ function checked(checkpoint: CheckpointOptions | undefined): Required<Checkpoint
   const demand = (name: string, value: unknown, holds: boolean, rule: string) => {
     if (!holds) throw new CoatError(`Trainer: ${name} is ${value} and must be ${rule}`, 'value', 'Trainer', name)
   }
-  const names = ['dir', 'every', 'keep']
-  for (const key of Object.keys(full))
-    if (!names.includes(key))
-      throw new CoatError(
-        `Trainer: option 'checkpoint.${key}' is unknown; the options are ${names.join(', ')}`,
-        'option',
-        'Trainer',
-        `checkpoint.${key}`,
-      )
+  checkNames(full, ['dir', 'every', 'keep'], 'checkpoint.')
   demand('checkpoint.dir', full.dir, typeof full.dir === 'string' && full.dir !== '', 'the path of a folder')
   for (const name of ['every', 'keep'] as const)
     demand(
@@ -282,4 +267,15 @@ function counted(targets: Int32Array): number {
   let count = 0
   for (const target of targets) if (target !== ignoreIndex) count += 1
   return count
+}
+
+function checkNames(options: object, names: readonly string[], where = ''): void {
+  for (const key of Object.keys(options))
+    if (!names.includes(key))
+      throw new CoatError(
+        `Trainer: option '${where}${key}' is unknown; the options are ${names.join(', ')}`,
+        'option',
+        'Trainer',
+        `${where}${key}`,
+      )
 }
