@@ -201,6 +201,8 @@ export interface AttentionOptions {
   window?: number
   /** What is kept of qkv and of the output for backward: themselves and one f32 a head, or `e4m3/g16` copies alone. */
   saved?: Plain | 'e4m3/g16'
+  /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
+  y?: Plain | 'e4m3/g16'
   /** Format of gradients. */
   dx: Plain
 }
@@ -228,7 +230,8 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     window,
     scale,
   )
-  const out = Tensor.own(outHandle)
+  let out = Tensor.own(outHandle)
+  if (options.y && options.y !== format) out = Tensor.own(native.convert(outHandle, null, options.y))
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out

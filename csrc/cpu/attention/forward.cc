@@ -25,6 +25,15 @@ struct Forward {
   }
 };
 
+// Makes the scores of keys [from, to) of a block that 8 queries do not see minus infinity. Not inlined: around it GCC keeps
+// fewer constants of the exponent in registers.
+[[gnu::noinline]] void hide(const Mask& mask, int64_t key, int64_t from, int64_t to, int half, float* scores) {
+  const __m256 lowest = _mm256_set1_ps(-kInf);
+  for (int64_t i = std::max<int64_t>(0, from); i < to; ++i)
+    _mm256_storeu_ps(scores + i * kTileCols,
+                     _mm256_blendv_ps(lowest, _mm256_loadu_ps(scores + i * kTileCols), mask.seen(key + i, half)));
+}
+
 // 16 queries of one head from `first` on; the keys come in blocks, with a running maximum and sum. Without out it makes
 // lse alone.
 void attend_tile(const AttentionSizes& s, const Forward& f, const Tensor& qkv, const Tensor& out, float* lse, int64_t b,
@@ -49,13 +58,8 @@ void attend_tile(const AttentionSizes& s, const Forward& f, const Tensor& qkv, c
     __m256 shrink[2];
     for (int half = 0; half < 2; ++half) {
       float* scores = f.scores + 8 * half;
-      const auto hide = [&](int64_t from, int64_t to) {
-        for (int64_t i = std::max<int64_t>(0, from - key); i < std::min(block, to - key); ++i)
-          _mm256_storeu_ps(scores + i * kTileCols,
-                           _mm256_blendv_ps(lowest, _mm256_loadu_ps(scores + i * kTileCols), mask.seen(key + i, half)));
-      };
-      hide(key, keys.sure);
-      hide(keys.sure_end, keys.end);
+      hide(mask, key, 0, std::min(block, keys.sure - key), half, scores);
+      hide(mask, key, keys.sure_end - key, block, half, scores);
       __m256 most = top[half];
       for (int64_t i = 0; i < block; ++i) most = _mm256_max_ps(_mm256_loadu_ps(scores + i * kTileCols), most);
       most = _mm256_max_ps(finite, most);  // some queries may see nothing in this block
