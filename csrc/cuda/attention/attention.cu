@@ -30,7 +30,8 @@ class Plainly {
 
 void attention_forward(const attention_forward_args& args) {
   const AttentionSizes s = attention_sizes(args);
-  attention_forward_generic(s, args.qkv, args.out, args.lse.as<float>());
+  float* lse = args.lse.as<float>();
+  if (!attention_forward_tensor(s, args.qkv, args.out, lse)) attention_forward_generic(s, args.qkv, args.out, lse);
 }
 
 void attention_backward(const attention_backward_args& args) {
@@ -39,10 +40,12 @@ void attention_backward(const attention_backward_args& args) {
   std::optional<Scratch> made;
   if (!args.lse) {
     made.emplace(s.B * s.T * s.H * int64_t{sizeof(float)});
-    attention_lse_generic(s, qkv.tensor, made->as<float>());
+    if (!attention_lse_tensor(s, qkv.tensor, made->as<float>()))
+      attention_lse_generic(s, qkv.tensor, made->as<float>());
   }
   const float* lse = made ? made->as<float>() : args.lse.as<float>();
-  attention_backward_generic(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv);
+  if (!attention_backward_tensor(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv))
+    attention_backward_generic(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv);
 }
 
 }  // namespace coat::cuda

@@ -63,4 +63,10 @@ void attention_lse_generic(const AttentionSizes& s, const Tensor& qkv, float* ls
 void attention_backward_generic(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
                                 const float* lse, const Tensor& dqkv);
 
+// The same on the tensor cores, where they can: false, and nothing done, where they cannot.
+bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse);
+bool attention_lse_tensor(const AttentionSizes& s, const Tensor& qkv, float* lse);
+bool attention_backward_tensor(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
+                               const float* lse, const Tensor& dqkv);
+
 }  // namespace coat::cuda
