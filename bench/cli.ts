@@ -1,14 +1,19 @@
 #!/usr/bin/env node
 // npx coat-bench: rows about ops and about training steps; without a command, bf16 against coat in a minute.
-import { readFileSync } from 'node:fs'
+import { existsSync, readFileSync } from 'node:fs'
 import { dirname, join } from 'node:path'
 import { Command } from 'commander'
-import { type Device, device, type RecipeName } from '../lib/index.ts'
+import { type Device, device } from '../lib/index.ts'
 import { claim, textTable, writeWhole } from '../lib/report.ts'
+import { ceilingsOf } from './ceilings.ts'
+import { type FitOptions, findBatch, findModel, fitRows, fitTable, trial } from './fit.ts'
+import { layerBench, layerRows, layerTable } from './layer.ts'
 import { opBench, opTable } from './measure.ts'
+import { type ModelName, modelNames } from './models.ts'
 import { casesLike } from './ops.ts'
 import { optimizerBench, optimizerDefaults, optimizerHtml, optimizerRows, optimizerTables } from './optimizer.ts'
-import { count, recipeNames, start } from './options.ts'
+import { byteCount, count, type NamedRecipe, namedRecipes, oneOf, rate, settings, someOf, start } from './options.ts'
+import { profileOf, profileRows, profileTables, traceOf } from './profile.ts'
 import { appendRows, fillSections, markdownRows, parseRows, type Row, writeRows } from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
 
@@ -40,24 +45,72 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     return rows
   }).option('--filter <name>', 'only ops with this in their name', '')
 
-  const { recipes, steps, hidden, layers, batch, sequence } = stepDefaults
-  command(
-    'step',
-    'steps of a small Llama on random tokens',
-    async (device, options: Omit<StepOptions, 'device' | 'recipes'> & { recipe: RecipeName[] }) => {
-      const full = { ...options, recipes: options.recipe, device }
-      const results = await stepBench(full)
-      print(textTable(stepTable(results)))
-      for (const result of results) print(`\n${result.recipe}, kept for backward:\n${textTable(ledgerTable(result))}`)
-      return stepRows(results, full)
-    },
+  const { steps, batch, sequence } = stepDefaults
+  const sized = (to: Command) =>
+    to
+      .option('--hidden <n>', 'width of the small model (256), or of the layer', count)
+      .option('--layers <n>', 'layers, where not those of the model', count)
+      .option('--batch <n>', 'sequences of a step', count, batch)
+      .option('--sequence <n>', 'tokens of a sequence', count, sequence)
+      .option('--memory-limit <bytes>', 'the most that tensors may hold together, such as 80GiB', byteCount)
+      .option('--trainer <name=value>', 'one more option of the trainer, such as accumulate=2', settings)
+  sized(
+    command(
+      'step',
+      'steps of a Llama with random weights on random tokens',
+      async (device, { recipe, model, findBatch: batches, findModel: models, ...rest }: StepFlags) => {
+        const options = { ...rest, recipes: recipe, device, model: model[0] as ModelName }
+        if (!batches && !models) return await (options.model === 'layer' ? layerSteps : modelSteps)(options, print)
+        const fits = []
+        for (const { name } of recipe)
+          fits.push(
+            await (models ? findModel(name, model.length > 1 ? model : modelNames, options) : findBatch(name, options)),
+          )
+        print(textTable(fitTable(fits, options.memoryLimit)))
+        return fitRows(fits, options, models ? 'largest_model' : 'largest_batch')
+      },
+    ),
   )
-    .option('--recipe <names>', 'recipes with commas between them', recipeNames, recipes)
-    .option('--steps <n>', 'steps to measure, after one that does not count', count, steps)
-    .option('--hidden <n>', 'width of the model', count, hidden)
-    .option('--layers <n>', 'layers of the model', count, layers)
-    .option('--batch <n>', 'sequences of a step', count, batch)
-    .option('--sequence <n>', 'tokens of a sequence', count, sequence)
+    .option(
+      '--model <names>',
+      `one of ${modelNames.join(', ')}; for --find-model several, by default all`,
+      someOf(modelNames),
+      ['small'] as ModelName[],
+    )
+    .option('--recipe <names>', 'recipes with commas between them; coat+dw=f32 changes an axis', namedRecipes, [
+      ...namedRecipes('bf16,coat'),
+    ])
+    .option('--steps <n>', 'steps to measure, after those that do not count', count, steps)
+    .option('--find-batch', 'the largest batch of which a step fits --memory-limit')
+    .option('--find-model', 'the largest of the models of which a step fits it')
+
+  sized(
+    program
+      .command('fit')
+      .description('whether one step fits, as JSON')
+      .option('--model <name>', 'the model', oneOf(modelNames), 'small' as ModelName)
+      .option('--recipe <name>', 'the recipe', namedRecipes, namedRecipes('coat'))
+      .option('--device <name>', 'cpu or cuda; by default the best there is'),
+  ).action(async ({ recipe, device: name, ...options }: FitOptions & { recipe: NamedRecipe[]; device?: string }) => {
+    using where = device(name as string | undefined)
+    print(JSON.stringify(await trial({ ...options, device: where }, recipe[0] as NamedRecipe)))
+  })
+
+  program
+    .command('profile')
+    .description('what COAT_PROFILE wrote, as tables: by family, by part of a step, by op')
+    .argument('<file>', 'the trace')
+    .option('--top <n>', 'kinds of calls to list', count, 30)
+    .option('--copy <rate>', 'GB/s of a plain copy, where not those of an H200', rate)
+    .option('--recipe <name>', 'the recipe that the rows are of')
+    .option('--append <file>', 'add rows by family to the end of this file, as JSON lines')
+    .action((file: string, { top, copy, recipe, append }: ProfileFlags) => {
+      const trace = traceOf(readFileSync(file, 'utf8'))
+      const chip = trace.some(({ args }) => args?.device === 'cuda') ? ceilingsOf('NVIDIA H200') : null
+      const profile = profileOf(trace, chip && { ...chip, copy: copy ?? chip.copy })
+      print(profileTables(profile, top).map(textTable).join('\n\n'))
+      if (append) appendRows(append, profileRows(profile, recipe ?? null))
+    })
 
   command(
     'optimizer',
@@ -84,11 +137,42 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     .description('fills the sections of a Markdown file that show rows')
     .argument('<file>', 'the Markdown file, beside which the files with rows lie')
     .action((file: string) => {
-      const read = (name: string) => readFileSync(join(dirname(file), name), 'utf8')
+      const read = (name: string) => {
+        const path = join(dirname(file), name)
+        return existsSync(path) ? readFileSync(path, 'utf8') : ''
+      }
       writeWhole(file, fillSections(readFileSync(file, 'utf8'), read))
     })
 
   await program.parseAsync(args, { from: 'user' })
+}
+
+interface StepFlags extends Omit<StepOptions, 'device' | 'recipes' | 'model'> {
+  recipe: NamedRecipe[]
+  model: ModelName[]
+  findBatch?: boolean
+  findModel?: boolean
+}
+
+interface ProfileFlags {
+  top: number
+  copy?: number
+  recipe?: string
+  append?: string
+}
+
+async function modelSteps(options: StepOptions, print: (text: string) => void): Promise<Row[]> {
+  const results = await stepBench(options)
+  print(textTable(stepTable(results, options)))
+  for (const { recipe, ledger } of results) print(`\n${recipe}, kept for backward:\n${textTable(ledgerTable(ledger))}`)
+  return stepRows(results, options)
+}
+
+async function layerSteps(options: StepOptions, print: (text: string) => void): Promise<Row[]> {
+  const results = await layerBench(options)
+  print(textTable(layerTable(results, options)))
+  for (const { recipe, ledger } of results) print(`\n${recipe}, kept for backward:\n${textTable(ledgerTable(ledger))}`)
+  return layerRows(results, options)
 }
 
 await start(import.meta.filename, bench)

@@ -6,7 +6,7 @@ import { native } from '../lib/native.ts'
 import { claim, markdownTable, peakOf, purposes, type Run, showBytes, showNumber, writeWhole } from '../lib/report.ts'
 
 const kinds = ['op', 'step', 'memory', 'train', 'state'] as const
-const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'loss', 'error', 'share'] as const
+const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'batch', 'loss', 'error', 'share'] as const
 
 export interface Row {
   schema: 1
@@ -215,7 +215,7 @@ function lines(rows: readonly Row[]): string {
       words(row.shape),
       showValue(row, row.median),
       `${showValue(row, row.p20)} to ${showValue(row, row.p80)}`,
-      ...(base ? [row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} %` : ''] : []),
+      ...(base ? [row.baseline ? showShare(row, row.baseline) : ''] : []),
     ]),
   })
 }
@@ -234,6 +234,11 @@ export function fillSections(markdown: string, read: (file: string) => string): 
       return `${start}${markdownRows(rows)}\n${end}`
     },
   )
+}
+
+// Losses differ by tenths of a percent.
+function showShare({ metric, median }: Row, baseline: { median: number }): string {
+  return `${((100 * median) / baseline.median).toFixed(metric === 'loss' ? 2 : 0)} %`
 }
 
 function showValue({ metric, unit }: Row, value: number): string {
