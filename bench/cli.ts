@@ -6,13 +6,25 @@ import { Command } from 'commander'
 import { type Device, device } from '../lib/index.ts'
 import { claim, textTable, writeWhole } from '../lib/report.ts'
 import { ceilingsOf } from './ceilings.ts'
+import { type FidelityOptions, fidelityBench, fidelityDefaults, fidelityTable } from './fidelity.ts'
 import { type FitOptions, findBatch, findModel, fitRows, fitTable, trial } from './fit.ts'
 import { layerBench, layerRows, layerTable } from './layer.ts'
 import { opBench, opTable } from './measure.ts'
 import { type ModelName, modelNames } from './models.ts'
 import { casesLike } from './ops.ts'
 import { optimizerBench, optimizerDefaults, optimizerHtml, optimizerRows, optimizerTables } from './optimizer.ts'
-import { byteCount, count, type NamedRecipe, namedRecipes, oneOf, rate, settings, someOf, start } from './options.ts'
+import {
+  byteCount,
+  count,
+  integers,
+  type NamedRecipe,
+  namedRecipes,
+  oneOf,
+  rate,
+  settings,
+  someOf,
+  start,
+} from './options.ts'
 import { profileOf, profileRows, profileTables, traceOf } from './profile.ts'
 import { appendRows, fillSections, markdownRows, parseRows, type Row, writeRows } from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
@@ -83,6 +95,42 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     .option('--steps <n>', 'steps to measure, after those that do not count', count, steps)
     .option('--find-batch', 'the largest batch of which a step fits --memory-limit')
     .option('--find-model', 'the largest of the models of which a step fits it')
+
+  const fidelity = fidelityDefaults
+  command(
+    'fidelity',
+    'training losses on real text against bf16, run by run; call it again to go on',
+    async (device, { budget, ...options }: Omit<FidelityOptions, 'device'> & { budget?: number }) => {
+      const end = performance.now() + 1000 * (budget ?? Number.POSITIVE_INFINITY)
+      const { rows, complete } = await fidelityBench({ ...options, device, spent: () => performance.now() >= end })
+      print(textTable(fidelityTable(rows)))
+      if (!complete) print('\nThe budget is spent before all is done: the same command goes on.')
+      return rows
+    },
+  )
+    .requiredOption('--dir <folder>', 'where what is done and what is under way is kept')
+    .option(
+      '--recipes <names>',
+      'recipes with commas between them, as in step',
+      namedRecipes,
+      namedRecipes('bf16,coat'),
+    )
+    .option('--seeds <numbers>', 'seeds of weights and batches', integers, fidelity.seeds)
+    .option('--steps <n>', 'steps of a run', count, fidelity.steps)
+    .option('--tail <n>', 'last steps whose loss is averaged', count, fidelity.tail)
+    .option('--every <n>', 'steps from one checkpoint of a run to the next', count, fidelity.every)
+    .option('--budget <seconds>', 'no further step begins after this time', rate)
+    .option('--branch-from <step>', 'branches of bf16 at this step instead of whole runs', count)
+    .option('--branch-steps <n>', 'steps of a branch', count, fidelity.branchSteps)
+    .option('--orders <n>', 'data orders of the branches', count, fidelity.orders)
+    .option('--hidden <n>', 'width of the model', count, fidelity.hidden)
+    .option('--inner <n>', 'width of its MLP', count, fidelity.inner)
+    .option('--layers <n>', 'layers of the model', count, fidelity.layers)
+    .option('--heads <n>', 'heads of its attention', count, fidelity.heads)
+    .option('--batch <n>', 'sequences of a step', count, fidelity.batch)
+    .option('--sequence <n>', 'bytes of a sequence', count, fidelity.sequence)
+    .option('--warmup <n>', 'steps in which the learning rate rises', count, fidelity.warmup)
+    .option('--lr <rate>', 'the learning rate', rate, fidelity.lr)
 
   sized(
     program

@@ -38,7 +38,7 @@ export function configOf({ model, hidden, layers, sequence }: SizeOptions): Llam
   const config = own ?? smallConfig(hidden ?? 256)
   return {
     ...config,
-    num_hidden_layers: layers ?? config.num_hidden_layers,
+    num_hidden_layers: model === 'layer' ? 1 : (layers ?? config.num_hidden_layers),
     max_position_embeddings: Math.max(sequence, config.max_position_embeddings ?? 0),
   }
 }

@@ -71,6 +71,14 @@ export function someOf<Word extends string>(known: readonly Word[]): (text: stri
   return (text) => text.split(',').map((word) => oneOf(known)(word.trim()))
 }
 
+/** Integers of at least 0 with commas between them. */
+export function integers(text: string): number[] {
+  return text.split(',').map((word) => {
+    if (!/^\d+$/.test(word.trim())) throw new InvalidArgumentError('It must be integers with commas between them.')
+    return Number(word)
+  })
+}
+
 /** A number above 0. */
 export function rate(text: string): number {
   const value = Number(text)

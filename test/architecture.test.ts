@@ -109,7 +109,8 @@ describe('pairs', () => {
     }
   })
   it('the measured tables of README.md are those of the rows', () => {
-    expect(text('README.md')).toBe(fillSections(text('README.md'), text))
+    const read = (file: string) => (existsSync(join(root, file)) ? text(file) : '')
+    expect(text('README.md')).toBe(fillSections(text('README.md'), read))
     expect(text('README.md')).toMatch(/<!-- rows bench\/results\/quickstart\.jsonl/)
   })
   it('native.gen.ts is what ops.def says', () => {
