@@ -6,7 +6,7 @@ import { Command } from 'commander'
 import { type Device, device } from '../lib/index.ts'
 import { claim, textTable, writeWhole } from '../lib/report.ts'
 import { ceilingsOf } from './ceilings.ts'
-import { type FidelityOptions, fidelityBench, fidelityDefaults, fidelityTable } from './fidelity.ts'
+import { type FidelityOptions, fidelityBench, fidelityDefaults } from './fidelity.ts'
 import { type FitOptions, findBatch, findModel, fitRows, fitTable, trial } from './fit.ts'
 import { layerBench, layerRows, layerTable } from './layer.ts'
 import { opBench, opTable } from './measure.ts'
@@ -26,7 +26,7 @@ import {
   start,
 } from './options.ts'
 import { profileOf, profileRows, profileTables, traceOf } from './profile.ts'
-import { appendRows, fillSections, markdownRows, parseRows, type Row, writeRows } from './row.ts'
+import { appendRows, fillSections, lossTable, markdownRows, parseRows, type Row, writeRows } from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
 
 /** Runs one command; `print` takes what it has to say. */
@@ -103,7 +103,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     async (device, { budget, ...options }: Omit<FidelityOptions, 'device'> & { budget?: number }) => {
       const end = performance.now() + 1000 * (budget ?? Number.POSITIVE_INFINITY)
       const { rows, complete } = await fidelityBench({ ...options, device, spent: () => performance.now() >= end })
-      print(textTable(fidelityTable(rows)))
+      print(textTable(lossTable(rows)))
       if (!complete) print('\nThe budget is spent before all is done: the same command goes on.')
       return rows
     },

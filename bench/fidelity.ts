@@ -14,7 +14,7 @@ import {
   Trainer,
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
-import { claim, Progress, type Table, writeWhole } from '../lib/report.ts'
+import { claim, Progress, writeWhole } from '../lib/report.ts'
 import { corpus } from './corpus.ts'
 import type { NamedRecipe } from './options.ts'
 import { appendRows, makeRow, parseRows, type Row } from './row.ts'
@@ -72,7 +72,9 @@ type Identity = Record<string, number>
 
 /** Runs what is not done yet; `complete` says whether everything is. */
 export async function fidelityBench(options: FidelityOptions): Promise<{ rows: Row[]; complete: boolean }> {
-  const { recipes, seeds, dir, branchFrom, orders } = options
+  const { seeds, dir, branchFrom, orders } = options
+  // the others' rows are compared with its own
+  const recipes = [...options.recipes].sort((a, b) => Number(b.name === 'bf16') - Number(a.name === 'bf16'))
   claim(join(dir, 'rows.jsonl'))
   checkSetup(options)
   const texts = corpus()
@@ -344,34 +346,5 @@ async function copyInto(
     native.write(target, new Uint8Array(await native.read(made)))
   } finally {
     native.free(made)
-  }
-}
-
-/** Losses by recipe: of whole runs by seed, or of branches with what remains of their differences to bf16 over the orders. */
-export function fidelityTable(rows: readonly Row[]): Table {
-  const percent = ({ median, baseline }: Row) => (baseline ? 100 * (median / baseline.median - 1) : 0)
-  const signed = (x: number) => `${x < 0 ? '' : '+'}${x.toFixed(3)} %`
-  const groups = new Map<string, Row[]>()
-  for (const row of rows) {
-    const { seed: _, order: __, threads: ___, ...shape } = row.shape
-    const key = JSON.stringify([row.name, row.recipe, shape])
-    groups.set(key, [...(groups.get(key) ?? []), row])
-  }
-  return {
-    head: ['recipe', 'of', 'runs', 'loss', 'against bf16', 'least', 'most'],
-    rows: [...groups.values()].map((group) => {
-      const [{ name, recipe, shape }] = group as [Row]
-      const compared = group.filter(({ baseline }) => baseline !== null).map(percent)
-      const mean = (list: readonly number[]) => list.reduce((sum, x) => sum + x, 0) / list.length
-      return [
-        `${recipe}${shape.twin ? ', moved' : ''}`,
-        name.replace('fidelity/', ''),
-        String(group.length),
-        mean(group.map(({ median }) => median)).toFixed(4),
-        ...(compared.length > 0
-          ? [signed(mean(compared)), signed(Math.min(...compared)), signed(Math.max(...compared))]
-          : ['', '', '']),
-      ]
-    }),
   }
 }

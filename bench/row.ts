@@ -3,7 +3,17 @@ import { execFileSync } from 'node:child_process'
 import { appendFileSync } from 'node:fs'
 import { CoatError, device } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
-import { claim, markdownTable, peakOf, purposes, type Run, showBytes, showNumber, writeWhole } from '../lib/report.ts'
+import {
+  claim,
+  markdownTable,
+  peakOf,
+  purposes,
+  type Run,
+  showBytes,
+  showNumber,
+  type Table,
+  writeWhole,
+} from '../lib/report.ts'
 
 const kinds = ['op', 'step', 'memory', 'train', 'state'] as const
 const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'batch', 'loss', 'error', 'share'] as const
@@ -255,6 +265,35 @@ export function compareRows(rows: readonly Row[], base: string, names: readonly 
   })
 }
 
+/** Losses by recipe, over seeds and data orders: their mean, and the mean, least and largest difference to the baseline's. */
+export function lossTable(rows: readonly Row[]): Table {
+  const groups = new Map<string, Row[]>()
+  for (const row of rows) {
+    const { seed: _, order: __, threads: ___, ...shape } = row.shape
+    const key = JSON.stringify([row.name, row.recipe, shape])
+    groups.set(key, [...(groups.get(key) ?? []), row])
+  }
+  const signed = (part: number) => `${part < 0 ? '' : '+'}${(100 * part).toFixed(3)} %`
+  const mean = (list: readonly number[]) => list.reduce((sum, x) => sum + x, 0) / list.length
+  const base = rows.find(({ baseline }) => baseline)?.baseline?.name ?? 'baseline'
+  return {
+    head: ['recipe', 'what', 'runs', 'loss', `against ${base}`, 'least', 'most'],
+    rows: [...groups.values()].map((group) => {
+      const [{ name, recipe, shape }] = group as [Row]
+      const parts = group.flatMap(({ median, baseline }) => (baseline ? [median / baseline.median - 1] : []))
+      const differences =
+        parts.length > 0 ? [mean(parts), Math.min(...parts), Math.max(...parts)].map(signed) : ['', '', '']
+      return [
+        `${recipe}${shape.twin ? ', moved' : ''}`,
+        shape.from === undefined ? name : `${name} from step ${shape.from}`,
+        String(group.length),
+        mean(group.map(({ median }) => median)).toFixed(4),
+        ...differences,
+      ]
+    }),
+  }
+}
+
 function words(entries: Record<string, string | number>): string {
   return Object.entries(entries)
     .map(([name, value]) => `${name} ${value}`)
@@ -262,23 +301,26 @@ function words(entries: Record<string, string | number>): string {
 }
 
 const notMeasured = 'Not measured yet.'
-const section = /(<!-- (?:rows (\S+)(?: (\S+) (\S+))?|compare (\S+) (\S+) (\S+)) -->\n)[\s\S]*?(<!-- end -->)/g
+const section =
+  /(<!-- (?:rows (\S+)(?: (\S+) (\S+))?|compare (\S+) (\S+) (\S+)|losses (\S+)) -->\n)[\s\S]*?(<!-- end -->)/g
 
 /**
  * A Markdown text with its sections filled from rows of files, of which `read` gives '' for one that is not there:
  * `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->`, where NAME begins the names of rows, or is `*`; and
- * `<!-- compare FILE BASE NAME,NAME -->` … `<!-- end -->`, as `compareRows` does.
+ * `<!-- compare FILE BASE NAME,NAME -->` … `<!-- end -->`, as `compareRows` does; `<!-- losses FILE -->` … `<!-- end -->`.
  */
 export function fillSections(markdown: string, read: (file: string) => string): string {
-  return markdown.replace(section, (_, start, file, name, metric, compared, base, names, end) => {
-    const rows = parseRows(read(file ?? compared))
+  return markdown.replace(section, (_, start, file, name, metric, compared, base, names, losses, end) => {
+    const rows = parseRows(read(file ?? compared ?? losses))
     const wanted = (row: Row) => !name || ((name === '*' || row.name.startsWith(name)) && row.metric === metric)
     const chosen = rows.filter(wanted)
     const table = compared
       ? compareRows(rows, base, names.split(','))
-      : chosen.length > 0
-        ? markdownRows(chosen)
-        : notMeasured
+      : chosen.length === 0
+        ? notMeasured
+        : losses
+          ? markdownTable(lossTable(chosen))
+          : markdownRows(chosen)
     return `${start}${table}\n${end}`
   })
 }

@@ -3,9 +3,9 @@ import { existsSync, readdirSync, readFileSync, writeFileSync } from 'node:fs'
 import { join } from 'node:path'
 import { expect, test } from 'vitest'
 import { bench } from '../bench/cli.ts'
-import { type FidelityOptions, fidelityBench, fidelityDefaults, fidelityTable } from '../bench/fidelity.ts'
+import { type FidelityOptions, fidelityBench, fidelityDefaults } from '../bench/fidelity.ts'
 import { namedRecipes } from '../bench/options.ts'
-import { parseRows } from '../bench/row.ts'
+import { fillSections, lossTable, parseRows } from '../bench/row.ts'
 import { device, memory } from '../lib/index.ts'
 import { eachInFolder } from './folders.ts'
 
@@ -83,14 +83,18 @@ test('branches start from the bf16 weights and moments, a moved twin beside them
     expect(loss('bf16', order, 1) / loss('bf16', order)).toBeCloseTo(1, 3)
   }
   expect(loss('bf16', 1)).not.toBe(loss('bf16', 2))
-  const table = fidelityTable(rows).rows
+  const table = lossTable(rows).rows
   expect(table.map(([name, of, runs]) => [name, of, runs])).toEqual([
-    ['bf16', 'branch', '2'],
-    ['fp32', 'branch', '2'],
-    ['coat+m=f32+v=f32', 'branch', '2'],
-    ['bf16, moved', 'branch', '2'],
+    ['bf16', 'fidelity/branch from step 8', '2'],
+    ['fp32', 'fidelity/branch from step 8', '2'],
+    ['coat+m=f32+v=f32', 'fidelity/branch from step 8', '2'],
+    ['bf16, moved', 'fidelity/branch from step 8', '2'],
   ])
   expect(table[1]?.[4]).toMatch(/^[+-]0\.\d{3} %$/)
+  const text = '<!-- losses rows.jsonl -->\n<!-- end -->'
+  const filled = fillSections(text, (file) => readFileSync(join(dir, file), 'utf8'))
+  expect(filled).toContain('| recipe | what | runs | loss | against bf16 | least | most |')
+  expect(filled).toContain(`| bf16, moved | fidelity/branch from step 8 | 2 | ${table[3]?.[3]} |`)
 })
 
 test('the command line says what is left, and refuses another set-up in the same folder', async () => {
