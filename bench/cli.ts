@@ -150,14 +150,14 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     .argument('<file>', 'the trace')
     .option('--top <n>', 'kinds of calls to list', count, 30)
     .option('--copy <rate>', 'GB/s of a plain copy, where not those of an H200', rate)
-    .option('--recipe <name>', 'the recipe that the rows are of')
-    .option('--append <file>', 'add rows by family to the end of this file, as JSON lines')
-    .action((file: string, { top, copy, recipe, append }: ProfileFlags) => {
+    .option('--name <name>', 'what the rows are of, in their names', 'step')
+    .option('--append <file>', 'add rows by family and op to the end of this file, as JSON lines')
+    .action((file: string, { top, copy, name, append }: ProfileFlags) => {
       const trace = traceOf(readFileSync(file, 'utf8'))
       const chip = trace.some(({ args }) => args?.device === 'cuda') ? ceilingsOf('NVIDIA H200') : null
       const profile = profileOf(trace, chip && { ...chip, copy: copy ?? chip.copy })
       print(profileTables(profile, top).map(textTable).join('\n\n'))
-      if (append) appendRows(append, profileRows(profile, recipe ?? null))
+      if (append) appendRows(append, profileRows(profile, name, top))
     })
 
   command(
@@ -205,7 +205,7 @@ interface StepFlags extends Omit<StepOptions, 'device' | 'recipes' | 'model'> {
 interface ProfileFlags {
   top: number
   copy?: number
-  recipe?: string
+  name: string
   append?: string
 }
 

@@ -130,21 +130,20 @@ export function profileTables({ families, ops, span, steps, parts }: Profile, to
   ]
 }
 
-/** Milliseconds a step by family, against those at the ceiling. */
-export function profileRows({ device, families, span, steps }: Profile, recipe: string | null): Row[] {
-  const row = (name: string, time: number, ideal: number) =>
-    makeRow(
-      {
-        kind: 'step',
-        name: `profile/${name}`,
-        recipe,
-        device,
-        metric: 'time',
-        unit: 'ms',
-        shape: { steps },
-        baseline: ideal > 0 ? { name: 'ceiling', median: ideal / steps } : null,
-      },
-      [time / steps],
-    )
-  return [...families.map(({ name, time, ideal }) => row(name, time, ideal)), row('all', span, 0)]
+/** Time, share of the step and part of the ceiling, of every family (`profile/NAME/time` …) and of the `top` kinds of calls. */
+export function profileRows({ device, families, ops, span, steps }: Profile, name: string, top: number): Row[] {
+  const rowsOf = (program: string, what: string) => (share: Pick<Share, 'name' | 'time' | 'ideal'>) => {
+    const shared = { kind: 'step', device, shape: { steps }, formats: { [what]: share.name } } as const
+    const percent = (part: string, value: number) =>
+      makeRow({ ...shared, name: `${program}/${part}`, metric: 'share', unit: '%' }, [100 * value])
+    return [
+      makeRow({ ...shared, name: `${program}/time`, metric: 'time', unit: 'ms' }, [share.time / steps]),
+      percent('share', share.time / span),
+      ...(share.ideal > 0 ? [percent('of_ceiling', share.ideal / share.time)] : []),
+    ]
+  }
+  return [
+    ...[...families, { name: 'all', time: span, ideal: 0 }].flatMap(rowsOf(`profile/${name}`, 'family')),
+    ...ops.slice(0, top).flatMap(rowsOf(`profile/${name}/ops`, 'op')),
+  ]
 }

@@ -3,9 +3,10 @@ import { spawnSync } from 'node:child_process'
 import { readFileSync } from 'node:fs'
 import { join } from 'node:path'
 import { fileURLToPath } from 'node:url'
-import { expect, test } from 'vitest'
+import { describe, expect, test } from 'vitest'
 import { traceOf } from '../bench/profile.ts'
 import { eachInFolder } from './folders.ts'
+import { present } from './harness.ts'
 
 let folder = ''
 eachInFolder((next) => {
@@ -22,33 +23,37 @@ function run(body: string, profile: string): string {
   return stderr
 }
 
-test('every op is an event, in order, with its sizes, formats and bytes', () => {
-  const file = join(folder, 'trace.json')
-  const body = `
-    const x = native.random_normal('bf16', 8, 64, 0, 1, 1, 'cpu')
-    native.note('middle "here"', 'cpu')
+const absent = (kind: 'cpu' | 'cuda') => kind === 'cuda' && !present('cuda')
+
+describe.each(['cpu', 'cuda'] as const)('%s', (kind) => {
+  test.skipIf(absent(kind))('every op is an event, in order, with its sizes, formats and bytes', () => {
+    const file = join(folder, 'trace.json')
+    const body = `
+    const x = native.random_normal('bf16', 8, 64, 0, 1, 1, '${kind}')
+    native.note('middle "here"', '${kind}')
     const y = native.matmul_nt(x, x, null, 'f32')
     try { native.matmul_nt(x, y, null, 'f32') } catch {}
     native.add_into(y, y)`
-  expect(run(body, file)).toBe('')
-  const trace = traceOf(readFileSync(file, 'utf8'))
-  expect(trace.map(({ name, cat, ph }) => [name, cat, ph])).toEqual([
-    ['random_normal', 'random', 'X'],
-    ['middle "here"', 'note', 'i'],
-    ['matmul_nt', 'matmul', 'X'],
-    ['add_into', 'add', 'X'],
-  ])
-  expect(trace[2]?.args).toEqual({
-    device: 'cpu',
-    bytes: 2 * 8 * 64 * 2 + 8 * 8 * 4,
-    sizes: { K: 64, M: 8, N: 8 },
-    formats: { a: 'bf16', b: 'bf16', y: 'f32' },
+    expect(run(body, file)).toBe('')
+    const trace = traceOf(readFileSync(file, 'utf8'))
+    expect(trace.map(({ name, cat, ph }) => [name, cat, ph])).toEqual([
+      ['random_normal', 'random', 'X'],
+      ['middle "here"', 'note', 'i'],
+      ['matmul_nt', 'matmul', 'X'],
+      ['add_into', 'add', 'X'],
+    ])
+    expect(trace[2]?.args).toEqual({
+      device: kind,
+      bytes: 2 * 8 * 64 * 2 + 8 * 8 * 4,
+      sizes: { K: 64, M: 8, N: 8 },
+      formats: { a: 'bf16', b: 'bf16', y: 'f32' },
+    })
+    expect(trace[3]?.args?.bytes).toBe(3 * 8 * 8 * 4) // read, written, and read as the other operand
+    for (const [i, { ts, dur = 0 }] of trace.entries()) {
+      expect(dur).toBeGreaterThanOrEqual(0)
+      expect(ts + dur).toBeLessThanOrEqual(trace[i + 1]?.ts ?? Number.POSITIVE_INFINITY)
+    }
   })
-  expect(trace[3]?.args?.bytes).toBe(3 * 8 * 8 * 4) // read, written, and read as the other operand
-  for (const [i, { ts, dur = 0 }] of trace.entries()) {
-    expect(dur).toBeGreaterThanOrEqual(0)
-    expect(ts + dur).toBeLessThanOrEqual(trace[i + 1]?.ts ?? Number.POSITIVE_INFINITY)
-  }
 })
 
 test('the file is whole after every sync, and has what came later when the program ends', () => {

@@ -206,7 +206,14 @@ describe('profiles', () => {
       ['between ops', '', '0.05', '10.0 %', '', '', ''],
       ['all', '', '0.5', '100.0 %', '', '', ''],
     ])
-    expect(profileRows(profile, 'coat')[0]).toMatchObject({ median: 0.4, baseline: { name: 'ceiling', median: 0.2 } })
+    const rows = profileRows(profile, 'coat', 1)
+    expect(rows.map(rowProblem).filter(Boolean)).toEqual([])
+    expect(compareRows(rows, '', ['profile/coat/time', 'profile/coat/of_ceiling']).split('\n').slice(2)).toEqual([
+      '| family matmul | 0.4 ms | 50 % |',
+      '| family add | 0.05 ms | 50 % |',
+      '| family all | 0.5 ms |  |',
+    ])
+    expect(rows.at(-1)).toMatchObject({ name: 'profile/coat/ops/of_ceiling', unit: '%', median: 50 })
   })
 
   test('of a step have its families, and every op between the notes', () => {
