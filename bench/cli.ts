@@ -2,9 +2,9 @@
 // npx coat-bench: rows about ops and about training steps; without a command, bf16 against coat in a minute.
 import { existsSync, readFileSync } from 'node:fs'
 import { dirname, join } from 'node:path'
-import { Command } from 'commander'
-import { type Device, device } from '../lib/index.ts'
-import { claim, textTable, writeWhole } from '../lib/report.ts'
+import { Command, Option } from 'commander'
+import { type Device, device, type LedgerRow } from '../lib/index.ts'
+import { claim, type Table, textTable, writeWhole } from '../lib/report.ts'
 import { ceilingsOf } from './ceilings.ts'
 import { type FidelityOptions, fidelityBench, fidelityDefaults } from './fidelity.ts'
 import { type FitOptions, findBatch, findModel, fitRows, fitTable, trial } from './fit.ts'
@@ -72,7 +72,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
       'steps of a Llama with random weights on random tokens',
       async (device, { recipe, model, findBatch: batches, findModel: models, ...rest }: StepFlags) => {
         const options = { ...rest, recipes: recipe, device, model: model[0] as ModelName }
-        if (!batches && !models) return await (options.model === 'layer' ? layerSteps : modelSteps)(options, print)
+        if (!batches && !models) return await stepsOf(options, print)
         const fits = []
         for (const { name } of recipe)
           fits.push(
@@ -89,9 +89,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
       someOf(modelNames),
       ['small'] as ModelName[],
     )
-    .option('--recipe <names>', 'recipes with commas between them; coat+dw=f32 changes an axis', namedRecipes, [
-      ...namedRecipes('bf16,coat'),
-    ])
+    .addOption(recipesOption('--recipe <names>', 'bf16,coat'))
     .option('--steps <n>', 'steps to measure, after those that do not count', count, steps)
     .option('--find-batch', 'the largest batch of which a step fits --memory-limit')
     .option('--find-model', 'the largest of the models of which a step fits it')
@@ -109,12 +107,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
     },
   )
     .requiredOption('--dir <folder>', 'where what is done and what is under way is kept')
-    .option(
-      '--recipes <names>',
-      'recipes with commas between them, as in step',
-      namedRecipes,
-      namedRecipes('bf16,coat'),
-    )
+    .addOption(recipesOption('--recipes <names>', 'bf16,coat'))
     .option('--seeds <numbers>', 'seeds of weights and batches', integers, fidelity.seeds)
     .option('--steps <n>', 'steps of a run', count, fidelity.steps)
     .option('--tail <n>', 'last steps whose loss is averaged', count, fidelity.tail)
@@ -137,7 +130,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
       .command('fit')
       .description('whether one step fits, as JSON')
       .option('--model <name>', 'the model', oneOf(modelNames), 'small' as ModelName)
-      .option('--recipe <name>', 'the recipe', namedRecipes, namedRecipes('coat'))
+      .addOption(recipesOption('--recipe <name>', 'coat'))
       .option('--device <name>', 'cpu or cuda; by default the best there is'),
   ).action(async ({ recipe, device: name, ...options }: FitOptions & { recipe: NamedRecipe[]; device?: string }) => {
     using where = device(name as string | undefined)
@@ -209,18 +202,25 @@ interface ProfileFlags {
   append?: string
 }
 
-async function modelSteps(options: StepOptions, print: (text: string) => void): Promise<Row[]> {
-  const results = await stepBench(options)
-  print(textTable(stepTable(results, options)))
-  for (const { recipe, ledger } of results) print(`\n${recipe}, kept for backward:\n${textTable(ledgerTable(ledger))}`)
-  return stepRows(results, options)
+function recipesOption(flags: string, usual: string): Option {
+  const text = 'recipes with commas between them; coat+dw=f32 changes an axis'
+  return new Option(flags, text).argParser(namedRecipes).default(namedRecipes(usual), usual)
 }
 
-async function layerSteps(options: StepOptions, print: (text: string) => void): Promise<Row[]> {
-  const results = await layerBench(options)
-  print(textTable(layerTable(results, options)))
-  for (const { recipe, ledger } of results) print(`\n${recipe}, kept for backward:\n${textTable(ledgerTable(ledger))}`)
-  return layerRows(results, options)
+async function stepsOf(options: StepOptions, print: (text: string) => void): Promise<Row[]> {
+  const show = (results: readonly { recipe: string; ledger: readonly LedgerRow[] }[], table: Table) => {
+    print(textTable(table))
+    for (const { recipe, ledger } of results)
+      print(`\n${recipe}, kept for backward:\n${textTable(ledgerTable(ledger))}`)
+  }
+  if (options.model === 'layer') {
+    const results = await layerBench(options)
+    show(results, layerTable(results, options))
+    return layerRows(results, options)
+  }
+  const results = await stepBench(options)
+  show(results, stepTable(results, options))
+  return stepRows(results, options)
 }
 
 await start(import.meta.filename, bench)
