@@ -7,7 +7,7 @@ import { type Device, device, type LedgerRow } from '../lib/index.ts'
 import { claim, type Table, textTable, writeWhole } from '../lib/report.ts'
 import { ceilingsOf } from './ceilings.ts'
 import { type FidelityOptions, fidelityBench, fidelityDefaults } from './fidelity.ts'
-import { type FitOptions, findBatch, findModel, fitRows, fitTable, trial } from './fit.ts'
+import { batchRows, type FitOptions, findBatch, findModel, fitTable, modelRows, trial } from './fit.ts'
 import { layerBench, layerRows, layerTable } from './layer.ts'
 import { opBench, opTable } from './measure.ts'
 import { type ModelName, modelNames } from './models.ts'
@@ -79,7 +79,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
             await (models ? findModel(name, model.length > 1 ? model : modelNames, options) : findBatch(name, options)),
           )
         print(textTable(fitTable(fits, options.memoryLimit)))
-        return fitRows(fits, options, models ? 'largest_model' : 'largest_batch')
+        return models ? modelRows(fits, options) : batchRows(fits, options)
       },
     ),
   )

@@ -4,7 +4,7 @@ import { join } from 'node:path'
 import { promisify } from 'node:util'
 import { CoatError } from '../lib/index.ts'
 import { peakOf, showBytes, type Table } from '../lib/report.ts'
-import { type ModelName, modelNames } from './models.ts'
+import { configOf, type ModelName, modelNames, parametersOf } from './models.ts'
 import { makeRow, type Row } from './row.ts'
 import { type StepOptions, stepFields, train } from './step.ts'
 
@@ -88,16 +88,23 @@ export async function findModel(
   options: FitOptions,
   attempt: (options: FitOptions, recipe: string) => Promise<Trial> = trialApart,
 ): Promise<Fit> {
-  const { hidden, layers: _, ...rest } = options
   const ordered = modelNames.filter((name) => names.includes(name) && name !== 'layer')
   let found: Fit = { recipe, model: ordered[0] ?? options.model, batch: 0, peak: 0 }
   for (const model of ordered) {
-    const width = model === 'small' && hidden !== undefined ? { hidden } : {}
-    const result = await attempt({ ...rest, ...width, model }, recipe)
+    const result = await attempt(sizedFor({ ...options, model }), recipe)
     if (!result.fits) break
     found = { recipe, model, batch: options.batch, peak: result.peak }
   }
   return found
+}
+
+// Flags of width and depth are for the model that a search is about, where it is a small one or the only one.
+function sizedFor({ hidden, layers, ...rest }: FitOptions): FitOptions {
+  return {
+    ...rest,
+    ...(rest.model === 'small' && hidden !== undefined ? { hidden } : {}),
+    ...(layers === undefined ? {} : { layers }),
+  }
 }
 
 export function fitTable(fits: readonly Fit[], limit: number | undefined): Table {
@@ -113,15 +120,32 @@ export function fitTable(fits: readonly Fit[], limit: number | undefined): Table
   }
 }
 
-/** A row a recipe: the batch that fits, 0 where none does, and the bytes that it takes. */
-export function fitRows(fits: readonly Fit[], options: FitOptions, what: 'largest_batch' | 'largest_model'): Row[] {
+/** The batch that fits and the bytes that it takes, recipe by recipe; 0 where none does. */
+export function batchRows(fits: readonly Fit[], options: FitOptions): Row[] {
   return fits.flatMap(({ recipe, model, batch, peak }) => {
-    const { fields } = stepFields({ ...options, model, batch })
-    const shape = { ...fields.shape, ...(options.memoryLimit === undefined ? {} : { limit: options.memoryLimit }) }
-    const row = { ...fields, shape, kind: 'memory', recipe } as const
+    const row = { ...limitedFields({ ...options, model }), kind: 'memory', recipe } as const
     return [
-      makeRow({ ...row, name: `step/${model}/${what}`, metric: 'batch', unit: 'sequences' }, [batch]),
-      makeRow({ ...row, name: `step/${model}/${what}/peak`, metric: 'bytes', unit: 'B' }, [peak]),
+      makeRow({ ...row, name: `step/${model}/largest_batch`, metric: 'batch', unit: 'sequences' }, [batch]),
+      makeRow({ ...row, name: `step/${model}/largest_batch/peak`, metric: 'bytes', unit: 'B' }, [peak]),
     ]
   })
+}
+
+/** The parameters of the largest model that fits, recipe by recipe; 0 where none does. */
+export function modelRows(fits: readonly Fit[], options: FitOptions): Row[] {
+  return fits.map(({ recipe, model, batch }) => {
+    const { shape, ...fields } = limitedFields({ ...options, model })
+    const { sequence = 0, limit } = shape ?? {}
+    const sizes = { batch: options.batch, sequence, ...(limit === undefined ? {} : { limit }) }
+    const row = { ...fields, shape: sizes, formats: { model }, kind: 'memory', recipe } as const
+    const parameters = batch > 0 ? parametersOf(configOf(sizedFor({ ...options, model }))) : 0
+    return makeRow({ ...row, name: 'step/largest_model', metric: 'parameters', unit: 'parameters' }, [parameters])
+  })
+}
+
+function limitedFields(options: FitOptions): Partial<Row> {
+  const { fields } = stepFields(sizedFor(options))
+  const { batch: _, ...shape } = fields.shape ?? {}
+  const { memoryLimit: limit } = options
+  return { ...fields, shape: { ...shape, ...(limit === undefined ? {} : { limit }) } }
 }

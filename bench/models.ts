@@ -62,6 +62,18 @@ function headsOf(hidden: number): number {
   return hidden / size
 }
 
+/** Weights of matrices and embeddings; those of norms are a thousandth of them. */
+export function parametersOf(config: LlamaConfig): number {
+  const { hidden_size, vocab_size, num_hidden_layers, tie_word_embeddings } = config
+  return num_hidden_layers * weightsOfLayer(config) + hidden_size * vocab_size * (tie_word_embeddings ? 1 : 2)
+}
+
+function weightsOfLayer(config: LlamaConfig): number {
+  const { hidden_size: hidden, intermediate_size: inner, num_attention_heads: heads } = config
+  const { head_dim: size = hidden / heads, num_key_value_heads: kvHeads = heads } = config
+  return hidden * (2 * heads + 2 * kvHeads) * size + 3 * hidden * inner
+}
+
 /**
  * Floating-point operations that one token of a training step needs, whoever does them: six a weight that is multiplied (not
  * the embedding, but the head), and causal attention, whose two products of forward are half of a [T, T] matrix, thrice.
@@ -73,9 +85,6 @@ export function flopsPerToken(config: LlamaConfig, sequence: number): number {
 
 /** One layer's part of it. */
 export function flopsOfLayer(config: LlamaConfig, sequence: number): number {
-  const { hidden_size: hidden, intermediate_size: inner, num_attention_heads: heads } = config
-  const size = config.head_dim ?? hidden / heads
-  const kvHeads = config.num_key_value_heads ?? heads
-  const weights = hidden * (2 * heads + 2 * kvHeads) * size + 3 * hidden * inner
-  return 6 * weights + 6 * sequence * heads * size
+  const { hidden_size, num_attention_heads: heads, head_dim: size = hidden_size / heads } = config
+  return 6 * weightsOfLayer(config) + 6 * sequence * heads * size
 }

@@ -16,7 +16,18 @@ import {
 } from '../lib/report.ts'
 
 const kinds = ['op', 'step', 'memory', 'train', 'state'] as const
-const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'batch', 'loss', 'error', 'share'] as const
+const metrics = [
+  'time',
+  'bandwidth',
+  'flops',
+  'tokens',
+  'bytes',
+  'batch',
+  'parameters',
+  'loss',
+  'error',
+  'share',
+] as const
 
 export interface Row {
   schema: 1

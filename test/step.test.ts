@@ -5,8 +5,17 @@ import { dirname, join } from 'node:path'
 import { fileURLToPath } from 'node:url'
 import { describe, expect, test } from 'vitest'
 import { bench } from '../bench/cli.ts'
-import { type FitOptions, findBatch, findModel, fitRows, largest, type Trial, trial } from '../bench/fit.ts'
-import { configOf, flopsPerToken, models } from '../bench/models.ts'
+import {
+  batchRows,
+  type FitOptions,
+  findBatch,
+  findModel,
+  largest,
+  modelRows,
+  type Trial,
+  trial,
+} from '../bench/fit.ts'
+import { configOf, flopsPerToken, models, parametersOf } from '../bench/models.ts'
 import { byteCount, namedRecipes } from '../bench/options.ts'
 import { profileOf, profileRows, profileTables, type TraceEvent } from '../bench/profile.ts'
 import { compareRows, fillSections, makeRow, parseRows, type Row, rowProblem } from '../bench/row.ts'
@@ -40,19 +49,7 @@ describe('models', () => {
     ['llama-2-13b', 13.02e9],
     ['llama-30b', 32.5e9],
   ] as const)('%s has about %d parameters', (name, expected) => {
-    const {
-      hidden_size: hidden,
-      intermediate_size: inner,
-      num_hidden_layers: layers,
-      ...config
-    } = configOf({
-      model: name,
-      sequence: 2048,
-    })
-    const { num_attention_heads: heads, num_key_value_heads: kvHeads = heads, vocab_size: words } = config
-    const block = (2 * hidden * hidden * (heads + kvHeads)) / heads + 3 * hidden * inner
-    const count = layers * block + words * hidden * (config.tie_word_embeddings ? 1 : 2)
-    expect(count / expected).toBeCloseTo(1, 1)
+    expect(parametersOf(configOf({ model: name, sequence: 2048 })) / expected).toBeCloseTo(1, 1)
     expect(Object.keys(models)).toContain(name)
   })
 
@@ -129,9 +126,13 @@ describe('limits', () => {
       model: 'tinyllama',
     })
     expect(await findModel('coat', ['1b'], options, attempt)).toMatchObject({ model: '1b', batch: 0 })
-    const rows = fitRows([{ ...found, model: 'small' }], { ...options, memoryLimit: 60 }, 'largest_batch')
+    const limited = { ...options, memoryLimit: 60 }
+    const { hidden: _, ...plain } = limited
+    const rows = [...batchRows([{ ...found, model: 'small' }], limited), ...modelRows([found], plain)]
     expect(rows.map(rowProblem).filter(Boolean)).toEqual([])
-    expect(rows[0]).toMatchObject({ median: 5, unit: 'sequences', shape: { limit: 60 } })
+    expect(rows[0]).toMatchObject({ median: 5, unit: 'sequences', shape: { limit: 60, hidden: 64, sequence: 32 } })
+    expect(rows[2]).toMatchObject({ name: 'step/largest_model', shape: { limit: 60, batch: 2, sequence: 32 } })
+    expect(rows[2]?.median).toBeCloseTo(1.1e9, -8)
   })
 
   test('the command tries steps in processes of their own', async () => {

@@ -300,7 +300,7 @@ def fit(s=2048):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     torch.cuda.set_per_process_memory_fraction(1.0)
-    sizes = {"hidden": 4096, "layers": 32, "batch": good, "sequence": s, "limit": limit}
+    sizes = {"hidden": 4096, "layers": 32, "sequence": s, "limit": limit}
     row("step/llama-2-7b/largest_batch", "pytorch-bf16-compiled", "batch", "sequences", [good], sizes, kind="memory")
 
 
