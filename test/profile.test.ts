@@ -71,6 +71,18 @@ test('the file is whole after every sync, and has what came later when the progr
   expect(traceOf(readFileSync(file, 'utf8'))).toHaveLength(4)
 })
 
+test('a long run writes as it goes', () => {
+  const file = join(folder, 'trace.json')
+  const body = `
+    const fs = require('node:fs')
+    const x = native.random_normal('f32', 1, 1, 0, 1, 1, 'cpu')
+    for (let i = 0; i < 2 ** 16; i++) native.add_into(x, x)
+    fs.writeFileSync(${JSON.stringify(join(folder, 'count'))}, String(JSON.parse(fs.readFileSync(${JSON.stringify(file)}, 'utf8')).length))`
+  expect(run(body, file)).toBe('')
+  expect(readFileSync(join(folder, 'count'), 'utf8')).toBe(String(2 ** 16))
+  expect(traceOf(readFileSync(file, 'utf8'))).toHaveLength(2 ** 16 + 1)
+})
+
 test('a file that cannot be written is refused by the first op', () => {
   const stderr = run("native.random_normal('f32', 4, 4, 0, 1, 1, 'cpu')", join(folder, 'absent', 'trace.json'))
   expect(stderr).toMatch(/random_normal: COAT_PROFILE is ".*absent\/trace.json", which cannot be written: No such file/)
