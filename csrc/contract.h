@@ -101,6 +101,8 @@ class Contract {
   // For an op that reads no tensor: the caller says where its outputs go.
   void set_device(Device device) { device_ = device; }
   Device device() const { return device_; }
+  // What a letter of dims stands for in this call; -1: nothing.
+  int64_t letter(char name) const { return letters_[name - 'A'].value; }
 
  private:
   struct Any {

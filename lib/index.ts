@@ -80,6 +80,7 @@ export {
   device,
   type FloatFormat,
   type Format,
+  limitMemory,
   memory,
   resetPeak,
   scope,
@@ -94,4 +95,4 @@ export {
   type Tokenizer,
 } from './tokenizer.ts'
 export { encodeDocuments, TokenDataset, type TokenOptions, writeTokens } from './tokens.ts'
-export { type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'
+export { type Phase, type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'

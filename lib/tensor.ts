@@ -75,6 +75,14 @@ export function resetPeak(): void {
   native.resetPeak()
 }
 
+/**
+ * The most bytes that the tensors of this thread may hold together; null: no limit. What would go beyond fails with a
+ * CoatError of code `out_of_memory`, as on a device of that size. Scratch inside a kernel does not count.
+ */
+export function limitMemory(bytes: number | null): void {
+  native.memoryLimit(bytes ?? 0)
+}
+
 export type { Bytes, MemoryUsage }
 
 /** Receives the gradients of a tensor that outlives the tape: a parameter. */
@@ -170,21 +178,28 @@ export class Tensor implements Disposable {
         'Tensor.from',
         'format',
       )
-    const kind = device(options.device ?? 'cpu').kind
-    const plain = native.make(integers ? 'i32' : 'f32', shape, kind, options.purpose ?? 'temp')
-    native.write(plain, values instanceof Float32Array || integers ? values : Float32Array.from(values))
-    if (format === 'f32' || format === 'i32') return Tensor.own(plain)
+    return Tensor.#made(shape, format, options, (plain) =>
+      native.write(plain, values instanceof Float32Array || integers ? values : Float32Array.from(values)),
+    )
+  }
+
+  static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
+    return Tensor.#made(shape, options.format ?? 'f32', options, native.clear)
+  }
+
+  static #made(shape: Shape, format: Format, options: TensorOptions, fill: (plain: Handle) => void): Tensor {
+    const { purpose = 'temp' } = options
+    const whole = format === 'i32' || format === 'f32'
+    const plain = native.make(whole ? format : 'f32', shape, device(options.device ?? 'cpu').kind, purpose)
+    fill(plain)
+    if (whole) return Tensor.own(plain)
     try {
       const made = native.convert(plain, null, format)
-      native.retag(made, options.purpose ?? 'temp')
+      native.retag(made, purpose)
       return Tensor.own(made)
     } finally {
       native.free(plain)
     }
-  }
-
-  static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
-    return Tensor.from(new Float32Array(shape.reduce((product, size) => product * size, 1)), shape, options)
   }
 
   get numel(): number {

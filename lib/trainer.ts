@@ -3,7 +3,7 @@ import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import type { Module } from './modules.ts'
-import { CoatError, type MemoryUsage } from './native.ts'
+import { CoatError, type MemoryUsage, native } from './native.ts'
 import { documentStarts, ignoreIndex } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
@@ -36,9 +36,14 @@ export interface TrainerOptions {
   clip?: number
   /** Consecutive skips after which training stops with an error (default 10). */
   maxSkips?: number
+  /** Called as the parts of a step are queued, to tell their times apart. */
+  phase?: (part: Phase) => void
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
+
+/** What is queued next: a micro-batch's forward, its backward, the update; `end`: nothing more in this step. */
+export type Phase = 'forward' | 'backward' | 'update' | 'end'
 
 /** One step, as it happened. */
 export interface StepMetrics {
@@ -64,7 +69,18 @@ export interface StepMetrics {
   memory: MemoryUsage
 }
 
-const known = ['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips', 'checkpoint']
+const known = [
+  'data',
+  'batch',
+  'accumulate',
+  'steps',
+  'optimizer',
+  'schedule',
+  'clip',
+  'maxSkips',
+  'phase',
+  'checkpoint',
+]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
@@ -88,6 +104,7 @@ export class Trainer implements Disposable {
       schedule: constant(),
       clip: 1,
       maxSkips: 10,
+      phase: () => {},
       ...rest,
       checkpoint: checked(checkpoint),
     }
@@ -146,9 +163,11 @@ export class Trainer implements Disposable {
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
     try {
       for (const micro of batches) losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+      this.#begin('update')
       const norm = optimizer.gradNorm(clip)
       try {
         optimizer.step(lr, norm.clip)
+        this.#begin('end')
         for (const part of losses) loss += await part.item()
         gradNorm = await norm.norm.item()
         skip = (await norm.clip.read())[1] !== 0
@@ -218,11 +237,18 @@ export class Trainer implements Disposable {
   #forwardBackward(micro: Batch, weight: number): Tensor {
     using tape = new Tape()
     return scope(() => {
+      this.#begin('forward')
       const loss = tape.record(() => this.#loss(micro, weight))
       this.#ledger = tape.ledger()
+      this.#begin('backward')
       tape.backward(loss)
       return loss.keep()
     })
+  }
+
+  #begin(part: Phase): void {
+    native.note(part, this.model.device.kind)
+    this.options.phase(part)
   }
 
   #loss({ ids, targets, sequence, starts }: Batch, weight: number): Tensor {

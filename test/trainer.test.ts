@@ -100,6 +100,15 @@ describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
     }
   })
 
+  it('names the parts of a step as it queues them', async () => {
+    const parts: string[] = []
+    const { model, trainer: one } = trainer(recipe, { accumulate: 2, phase: (part) => parts.push(part) })
+    await one.step()
+    expect(parts).toEqual(['forward', 'backward', 'forward', 'backward', 'update', 'end'])
+    one.dispose()
+    model.dispose()
+  })
+
   it('skips a step whose gradient is NaN: nothing changes, the schedule waits, the next step is normal', async () => {
     const { model, trainer: it } = trainer(recipe, { steps: 5, schedule: cosine({ warmup: 3 }) })
     let step = 0
