@@ -246,6 +246,7 @@ export const opCases: readonly OpCase[] = [
     // five of them
     flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 5 * B * H * T * T * D,
   },
+  { op: 'attention_center', sizes: attention, formats: { qkv: 'bf16' } },
   {
     op: 'embedding_forward',
     sizes: { ...rows, V: 4096 },

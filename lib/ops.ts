@@ -236,6 +236,7 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   const tape = recordedBy(qkv)
   if (!tape) return out
   // of quantized q and k the softmax has to be normalized anew: lse is that of others
+  if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
   const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
   tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
     if (!qkv || !out) return []

@@ -25,8 +25,8 @@ struct Forward {
   }
 };
 
-// Makes the scores of keys [from, to) of a block that 8 queries do not see minus infinity. Not inlined: around it GCC keeps
-// fewer constants of the exponent in registers.
+// Makes the scores of keys [from, to) of a block that 8 queries do not see minus infinity. Not inlined: around it GCC
+// keeps fewer constants of the exponent in registers.
 [[gnu::noinline]] void hide(const Mask& mask, int64_t key, int64_t from, int64_t to, int half, float* scores) {
   const __m256 lowest = _mm256_set1_ps(-kInf);
   for (int64_t i = std::max<int64_t>(0, from); i < to; ++i)
