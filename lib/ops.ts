@@ -231,7 +231,11 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     scale,
   )
   let out = Tensor.own(outHandle)
-  if (options.y && options.y !== format) out = Tensor.own(native.convert(outHandle, null, options.y))
+  if (options.y && options.y !== format) {
+    const plain = out
+    out = Tensor.own(native.convert(outHandle, null, options.y))
+    plain.dispose()
+  }
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out
