@@ -254,6 +254,13 @@ struct Random {
   }
 };
 
+// ---- attention ----
+
+// The mean of T values from their sums in strands: strand s adds values s, s + kStrands, .. in this order.
+COAT_HD float mean_of_strands(const float (&sum)[kStrands], int64_t T) {
+  return join_strands(sum) / static_cast<float>(T);
+}
+
 // ---- rope ----
 
 // Position of row t of a sequence of T in its document, which begins at `start`; inside the table for any start.

@@ -47,6 +47,8 @@ export interface NativeOps {
   attention_forward(qkv: Handle, starts: Handle | null, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [out: Handle, lse: Handle]
   /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv and out are rounded to bf16 first; without lse it is made again from qkv. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
   attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle, lse: Handle | null, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): Handle
+  /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in FP8. qkv [B*T, (H+2*J)*D]. */
+  attention_center(qkv: Handle, T: number, H: number, J: number, D: number): void
   /** y[m] = w[ids[m]]. ids [M], w [V, N], y [M, N]. */
   embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
   /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */

@@ -231,11 +231,16 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     scale,
   )
   let out = Tensor.own(outHandle)
-  if (options.y && options.y !== format) out = Tensor.own(native.convert(outHandle, null, options.y))
+  if (options.y && options.y !== format) {
+    const plain = out
+    out = Tensor.own(native.convert(outHandle, null, options.y))
+    plain.dispose()
+  }
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out
   // of quantized q and k the softmax has to be normalized anew: lse is that of others
+  if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
   const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
   tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
     if (!qkv || !out) return []
