@@ -1,8 +1,8 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
-import { remakeOf, Tape } from './tape.ts'
-import { type FloatFormat, type Format, isScaled, Tensor, type TensorOptions } from './tensor.ts'
+import { remakeOf, retained, Tape } from './tape.ts'
+import { type FloatFormat, isScaled, Tensor, type TensorOptions } from './tensor.ts'
 
 type Plain = 'f32' | 'bf16'
 
@@ -62,10 +62,36 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
   return y
 }
 
-/** Formats of a norm: of its input as forward and backward read it, of its result, and of its gradients. */
-export interface NormFormats {
+/**
+ * Formats of what a nonlinear op reads in forward, of what backward reads instead, and of the result. Where they differ, the
+ * kept tensor is a copy for backward alone, and what backward makes of it again differs from forward's by its rounding. A
+ * value above the largest of forward's then saturates, which brings it back towards the value that forward had.
+ */
+interface NonlinearFormats {
   x: Plain | 'e4m3/g16'
+  saved: Plain | 'e4m3/g16'
   y: Plain | 'e4m3/t' | 'e4m3/g16'
+}
+
+// A recorded `/t` result is made again from the kept g16 tensor, in one pass with the scale that it had.
+function remakeFrom(
+  kept: Tensor | null,
+  y: Tensor,
+  make: (x: Handle, scale: Handle) => Handle,
+  known: Tensor | null = null,
+): void {
+  if (kept && isScaled(kept.format) && y.format === 'e4m3/t')
+    y.remake = remakeOf(y, [kept], ([from], scale) => make((from as Tensor).handle, scale), known)
+}
+
+/** The first of the outputs of a call; the others are freed. */
+function only([first, ...rest]: readonly [Handle, ...Handle[]]): Handle {
+  for (const handle of rest) native.free(handle)
+  return first
+}
+
+/** Formats of a norm, and of its gradients. */
+export interface NormFormats extends NonlinearFormats {
   dx: Plain
   dw: Plain
 }
@@ -73,22 +99,26 @@ export interface NormFormats {
 /** y = x / sqrt(mean(x²) + eps) · w over rows: x [M, N], w [N] → [M, N]. */
 export function rmsnorm(x: Tensor, w: Tensor, eps: number, formats: NormFormats): Tensor {
   const xs = x.as(formats.x)
-  const [yHandle, rstdHandle] = native.rmsnorm_forward(xs.handle, w.handle, null, formats.y, eps)
+  const scale = formats.y === 'e4m3/t' ? foretoldOf(xs, w, eps) : null
+  const [yHandle, rstdHandle] = native.rmsnorm_forward(xs.handle, w.handle, scale?.handle ?? null, formats.y, eps)
   const y = Tensor.own(yHandle)
   const rstd = Tensor.own(rstdHandle)
   const tape = recordedBy(x, w)
-  tape?.push('rmsnorm', [x, w], y, [xs, rstd, w], (dy, [xs, rstd, w]) => {
-    if (!xs || !rstd || !w) return []
-    const [dx, dw] = native.rmsnorm_backward(dy.handle, xs.handle, w.handle, rstd.handle, formats.dx, formats.dw)
-    return [Tensor.own(dx), Tensor.own(dw)]
-  })
-  if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
-    y.remake = remakeOf(y, [xs], ([from], scale) => {
-      const [again, unused] = native.rmsnorm_forward((from as Tensor).handle, w.handle, scale, 'e4m3/t', eps)
-      native.free(unused)
-      return again
+  const kept = tape && x.as(formats.saved)
+  if (kept)
+    tape.push('rmsnorm', [x, w], y, [kept, rstd, w], (dy, [kept, rstd, w]) => {
+      if (!kept || !rstd || !w) return []
+      const [dx, dw] = native.rmsnorm_backward(dy.handle, kept.handle, w.handle, rstd.handle, formats.dx, formats.dw)
+      return [Tensor.own(dx), Tensor.own(dw)]
     })
+  const again = (x: Handle, scale: Handle) => only(native.rmsnorm_forward(x, w.handle, scale, 'e4m3/t', eps))
+  remakeFrom(kept, y, again, scale)
   return y
+}
+
+function foretoldOf({ foretold }: Tensor, w: Tensor, eps: number): Tensor | null {
+  const holds = foretold?.w === w && foretold.eps === eps && foretold.version === native.version(w.handle)
+  return holds ? foretold.scale : null
 }
 
 /** y = (x − mean) / sqrt(var + eps) · w + b over rows; w and b [N] may be null (OLMo). */
@@ -101,34 +131,29 @@ export function layernorm(x: Tensor, w: Tensor | null, b: Tensor | null, eps: nu
   const mean = Tensor.own(meanHandle)
   const rstd = Tensor.own(rstdHandle)
   const tape = recordedBy(x, w, b)
+  const kept = tape && x.as(formats.saved)
   const inputs = [x, ...(w ? [w] : []), ...(b ? [b] : [])]
-  tape?.push('layernorm', inputs, y, [xs, mean, rstd], (dy, [xs, mean, rstd]) => {
-    if (!xs || !mean || !rstd) return []
-    const [dx, dw, db] = native.layernorm_backward(
-      dy.handle,
-      xs.handle,
-      wh,
-      mean.handle,
-      rstd.handle,
-      formats.dx,
-      w ? formats.dw : null,
-      b ? formats.dw : null,
-    )
-    return [dx, dw, db].filter((handle) => handle !== null).map((handle) => Tensor.own(handle))
-  })
-  if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
-    y.remake = remakeOf(y, [xs], ([from], scale) => {
-      const [again, ...unused] = native.layernorm_forward((from as Tensor).handle, wh, bh, scale, 'e4m3/t', eps)
-      for (const handle of unused) native.free(handle)
-      return again
+  if (kept)
+    tape.push('layernorm', inputs, y, [kept, mean, rstd], (dy, [kept, mean, rstd]) => {
+      if (!kept || !mean || !rstd) return []
+      const [dx, dw, db] = native.layernorm_backward(
+        dy.handle,
+        kept.handle,
+        wh,
+        mean.handle,
+        rstd.handle,
+        formats.dx,
+        w ? formats.dw : null,
+        b ? formats.dw : null,
+      )
+      return [dx, dw, db].filter((handle) => handle !== null).map((handle) => Tensor.own(handle))
     })
+  remakeFrom(kept, y, (x, scale) => only(native.layernorm_forward(x, wh, bh, scale, 'e4m3/t', eps)))
   return y
 }
 
-/** Formats of an activation: of its input, its result and its gradient. */
-export interface ActivationFormats {
-  x: Plain | 'e4m3/g16'
-  y: Plain | 'e4m3/t' | 'e4m3/g16'
+/** Formats of an activation, and of its gradient. */
+export interface ActivationFormats extends NonlinearFormats {
   dx: Plain | 'e5m2/t'
 }
 
@@ -157,22 +182,45 @@ function activation(
   formats: ActivationFormats,
   backward: (dy: Handle, x: Handle) => Tensor,
 ): Tensor {
-  const xs = x.as(formats.x)
-  const y = Tensor.own(forward(xs.handle, null, formats.y))
+  const y = Tensor.own(forward(x.as(formats.x).handle, null, formats.y))
   const tape = recordedBy(x)
-  tape?.push(name, [x], y, [xs], (dy, [xs]) => [backward(dy.handle, (xs as Tensor).handle)])
-  if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
-    y.remake = remakeOf(y, [xs], ([from], scale) => forward((from as Tensor).handle, scale, 'e4m3/t'))
+  const kept = tape && x.as(formats.saved)
+  if (kept) tape.push(name, [x], y, [kept], (dy, [kept]) => [backward(dy.handle, (kept as Tensor).handle)])
+  remakeFrom(kept, y, (x, scale) => forward(x, scale, 'e4m3/t'))
   return y
 }
 
-/** a + b in the format of the residual stream, with the quantized twin that the next nonlinear op reads. */
-export function add(a: Tensor, b: Tensor, format: Plain, twin: Format): Tensor {
-  const wanted = twin === 'e4m3/g16' ? twin : null
-  const [y, quantized] = native.add(a.handle, b.handle, format, wanted)
-  const sum = Tensor.own(y)
-  if (quantized !== null) sum.adoptTwin(quantized)
-  recordedBy(a, b)?.push('add', [a, b], sum, [], (dy) => [dy, dy])
+/** The norm that will read a tensor: its formats and, where it is an RMSNorm, its weight and eps. */
+export interface Reader {
+  formats: NormFormats
+  rms?: { w: Tensor; eps: number }
+}
+
+/** a + b in the format of the residual stream, with what its reader asks for: the quantized twin, the scale of the norm. */
+export function add(a: Tensor, b: Tensor, format: Plain, reader: Reader | null = null): Tensor {
+  const tape = recordedBy(a, b)
+  const sum = reader
+    ? sumFor(a, b, format, reader, tape !== null)
+    : Tensor.own(native.add(a.handle, b.handle, format, null)[0])
+  tape?.push('add', [a, b], sum, [], (dy) => [dy, dy])
+  return sum
+}
+
+function sumFor(a: Tensor, b: Tensor, format: Plain, { formats, rms }: Reader, recorded: boolean): Tensor {
+  const { x, saved, y } = formats
+  if (rms && x === 'e4m3/g16' && y === 'e4m3/t') {
+    const { w, eps } = rms
+    const [sumHandle, twin, rstd, scale] = native.add_rmsnorm_forward(a.handle, b.handle, w.handle, format, eps)
+    native.free(rstd)
+    const sum = Tensor.own(sumHandle)
+    const version = native.version(w.handle)
+    sum.adoptTwin(twin).foretold = { w, version, eps, scale: retained(Tensor.own(scale)) }
+    return sum
+  }
+  const wanted = [x, recorded ? saved : x].includes('e4m3/g16') ? 'e4m3/g16' : null
+  const [sumHandle, twin] = native.add(a.handle, b.handle, format, wanted)
+  const sum = Tensor.own(sumHandle)
+  if (twin !== null) sum.adoptTwin(twin)
   return sum
 }
 

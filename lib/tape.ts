@@ -145,7 +145,7 @@ export class Tape implements Disposable {
     this.#saves.set(tensor, { op, count: 1, remake, made: null })
     if (remake) {
       for (const source of [...remake.sources, remake.scale]) this.#hold(source, op)
-      if (remake !== tensor.remake) remake.scale.dispose() // the tape alone holds it
+      if (remake !== tensor.remake) remake.scale.release() // the tape alone holds it
     } else if (!tensor.persistent) {
       tensor.retain()
       native.retag(tensor.handle, 'saved')
@@ -199,19 +199,23 @@ export function addGradient(held: Tensor | null, gradient: Tensor): Tensor {
   return retained(Tensor.own(sum))
 }
 
-// Moves the hold on a new tensor from scope or caller to whoever will release it.
-function retained(tensor: Tensor): Tensor {
+/** Moves the hold on a new tensor from scope or caller to whoever will release it. */
+export function retained(tensor: Tensor): Tensor {
   tensor.retain().dispose()
   return tensor
 }
 
-/** How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale. */
+/**
+ * How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale, which the result holds;
+ * `known` is that scale, where it is at hand.
+ */
 export function remakeOf(
   tensor: Tensor,
   sources: readonly Tensor[],
   make: (sources: readonly Tensor[], scale: Handle) => Handle,
+  known: Tensor | null = null,
 ): Remake {
-  const scale = Tensor.own(native.scale_of(tensor.handle)).keep()
+  const scale = known?.retain() ?? retained(Tensor.own(native.scale_of(tensor.handle)))
   return { sources, scale, make: (held) => make(held, scale.handle) }
 }
 

@@ -90,6 +90,16 @@ export interface Remake {
   make(sources: readonly Tensor[]): Handle
 }
 
+/** The scale of the `/t` tensor that an RMSNorm with this weight and eps will make of a tensor: its producer measured it. */
+export interface Foretold {
+  w: Tensor
+  /** Of w, when it was measured. */
+  version: number
+  eps: number
+  /** f32 [1] */
+  scale: Tensor
+}
+
 interface Twin {
   tensor: Tensor
   version: number
@@ -119,7 +129,10 @@ export class Tensor implements Disposable {
   requiresGrad = false
   /** Lives as long as its module or optimizer: the tape reads it without holding it. */
   persistent = false
+  /** Holds its scale. */
   remake: Remake | null = null
+  /** Holds its scale. */
+  foretold: Foretold | null = null
   /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
   keepsScale = false
 
@@ -348,8 +361,10 @@ export class Tensor implements Disposable {
     this.dropTwins()
     for (const { tensor } of this.#scales.values()) tensor.release()
     this.#scales.clear()
-    this.remake?.scale.dispose()
+    this.remake?.scale.release()
+    this.foretold?.scale.release()
     this.remake = null
+    this.foretold = null
     native.free(this.handle)
   }
   #dropTwin(key: string): void {

@@ -155,10 +155,10 @@ export class LlamaForCausalLM extends Module {
       )
     return scope(() => {
       let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
-      for (const layer of this.layers) {
-        const next = layer.forward(x, sequence)
+      for (const [i, layer] of this.layers.entries()) {
+        const y = layer.forward(x, sequence, this.layers[i + 1]?.attentionNorm ?? this.norm)
         x.dispose()
-        x = next
+        x = y
       }
       const y = this.norm.forward(x)
       if (this.head) return this.head.forward(y)

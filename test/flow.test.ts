@@ -1,0 +1,212 @@
+// The precision flow of a decoder: what nonlinear ops read and keep, and what producers write for their readers.
+import { createHash } from 'node:crypto'
+import { afterEach, describe, expect, it, vi } from 'vitest'
+import {
+  Block,
+  build,
+  type DeviceName,
+  memory,
+  noGrad,
+  ops,
+  type Recipe,
+  recipes,
+  scope,
+  Tape,
+  Tensor,
+} from '../lib/index.ts'
+import type { BlockSizes } from '../lib/modules.ts'
+import { native } from '../lib/native.ts'
+import { devices, present } from './harness.ts'
+import { sum } from './values.ts'
+
+const D = 96
+const F = 256
+const T = 32
+const M = 2 * T
+const sizes: BlockSizes = {
+  hidden: D,
+  heads: 6,
+  kvHeads: 2,
+  headDim: 16,
+  ropeTheta: 10000,
+  inner: F,
+  activation: 'swiglu',
+  norm: 'rmsnorm',
+  eps: 1e-5,
+  normNames: ['input_layernorm', 'post_attention_layernorm'],
+}
+const layernorm: BlockSizes = { ...sizes, norm: 'layernorm', activation: 'gelu' }
+const saving: Recipe = { ...recipes.coat, flow: 'save' }
+
+function normal(rows: number, cols: number, seed: number, device: DeviceName): Tensor {
+  return Tensor.own(native.random_normal('bf16', rows, cols, 0, 1, seed, device as 'cpu' | 'cuda')).keep()
+}
+
+async function digest(tensor: Tensor | null | undefined): Promise<string> {
+  const bytes = (await tensor?.readBytes()) ?? expect.fail('nothing to read')
+  return createHash('sha256').update(bytes).digest('hex')
+}
+
+/** Blocks one after the other, each told what reads its result or not, then the gradients of all that is trained. */
+async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = sizes) {
+  const built = build({ recipe, device, seed: 3 })
+  const blocks = [new Block(built, 'a', of), new Block(built, 'b', of)]
+  using x = normal(M, D, 2, device)
+  x.requiresGrad = true
+  const reading: Promise<string>[] = []
+  x.sink = { accumulate: (dx) => reading.push(digest(dx)) }
+  using targets = Tensor.from(
+    Int32Array.from({ length: M }, (_, i) => (i * 7) % D),
+    [M],
+    { device },
+  )
+  const calls = { measured: 0, add: 0, fused: 0 }
+  const [norm, add, fused] = [native.rmsnorm_forward, native.add, native.add_rmsnorm_forward]
+  vi.spyOn(native, 'rmsnorm_forward').mockImplementation((x, w, scale, y, eps) => {
+    if (scale === null) calls.measured += 1
+    return norm(x, w, scale, y, eps)
+  })
+  vi.spyOn(native, 'add').mockImplementation((...given) => {
+    calls.add += 1
+    return add(...given)
+  })
+  vi.spyOn(native, 'add_rmsnorm_forward').mockImplementation((...given) => {
+    calls.fused += 1
+    return fused(...given)
+  })
+  {
+    using tape = new Tape()
+    using y = tape.record(() =>
+      scope(() =>
+        blocks.reduce(
+          (before, block, i) => block.forward(before, T, told ? (blocks[i + 1]?.attentionNorm ?? null) : null),
+          x,
+        ),
+      ),
+    )
+    vi.restoreAllMocks()
+    using loss = tape.record(() => scope(() => ops.crossEntropy(y, targets, 1 / M)))
+    tape.backward(loss)
+    reading.push(digest(y))
+    await Promise.all(reading)
+  }
+  for (const { grad } of blocks.flatMap((block) => block.parameters())) reading.push(digest(grad))
+  const bits = await Promise.all(reading)
+  for (const block of blocks) block.dispose()
+  return { bits, calls }
+}
+
+describe.each(devices)('on %s', (device) => {
+  const test = it.skipIf(!present(device))
+  afterEach(() => {
+    vi.restoreAllMocks()
+    native.checkGuards()
+  })
+
+  test('an RMSNorm that its sum knows of needs no measuring pass, and everything has the same bits', async () => {
+    const alone = await trained(recipes.coat, device, false)
+    const told = await trained(recipes.coat, device, true)
+    expect(alone.calls).toEqual({ measured: 2, add: 2, fused: 2 })
+    expect(told.calls).toEqual({ measured: 1, add: 1, fused: 3 })
+    expect(told.bits).toEqual(alone.bits)
+  })
+
+  test.each([
+    ['fp32', recipes.fp32, sizes],
+    ['bf16', recipes.bf16, sizes],
+    ["flow 'save'", saving, sizes],
+    ['coat with LayerNorm and GELU', recipes.coat, layernorm],
+    ["flow 'save' with LayerNorm and GELU", saving, layernorm],
+  ] as const)('%s: a known reader changes no bit', async (_, recipe, of) => {
+    const alone = await trained(recipe, device, false, of)
+    const told = await trained(recipe, device, true, of)
+    expect(told.calls).toEqual({ ...alone.calls, add: 4, fused: 0 })
+    expect(told.bits).toEqual(alone.bits)
+  })
+
+  test('a foretold scale is that of one weight, one eps and one moment', () => {
+    scope(() => {
+      const [a, b] = [normal(8, 32, 1, device), normal(8, 32, 2, device)]
+      const formats = { x: 'e4m3/g16', saved: 'e4m3/g16', y: 'e4m3/t', dx: 'bf16', dw: 'f32' } as const
+      const w = Tensor.from(new Float32Array(32).fill(2), [32], { device })
+      const total = ops.add(a, b, 'bf16', { formats, rms: { w, eps: 1e-5 } })
+      const measured = vi.spyOn(native, 'rmsnorm_forward')
+      const scales = () => measured.mock.calls.map(([, , scale]) => scale !== null)
+      ops.rmsnorm(total, w, 1e-5, formats)
+      ops.rmsnorm(total, w, 1e-6, formats)
+      native.add_into(w.handle, w.handle)
+      ops.rmsnorm(total, w, 1e-5, formats)
+      expect(scales()).toEqual([true, false, false])
+      for (const tensor of [a, b]) tensor.dispose()
+    })
+  })
+
+  test("flow 'save' keeps the same tensors as 'fp8', and makes copies for backward only where one is recorded", () => {
+    const ledger = (recipe: Recipe) => {
+      using block = new Block(build({ recipe, device }), 'b', sizes)
+      using x = normal(M, D, 2, device)
+      using tape = new Tape()
+      using y = tape.record(() => block.forward(x, T))
+      expect(y.requiresGrad).toBe(true)
+      return tape.ledger()
+    }
+    expect(ledger(saving)).toEqual(ledger(recipes.coat))
+
+    using block = new Block(build({ recipe: saving, device }), 'b', sizes)
+    using x = normal(M, D, 2, device)
+    const [made, sums] = [vi.spyOn(native, 'convert'), vi.spyOn(native, 'add')]
+    noGrad(() => scope(() => void block.forward(x, T)))
+    expect(made.mock.calls.map(([, , format]) => format)).not.toContain('e4m3/g16')
+    expect(sums.mock.calls.map(([, , , twin]) => twin)).toEqual([null, null])
+  })
+
+  test("flow 'save' computes from what the producer holds, and backward from the copy, with forward's scale", async () => {
+    using x = normal(M, D, 5, device)
+    using w = Tensor.from(new Float32Array(D).fill(1), [D], { device }).keep()
+    x.requiresGrad = true
+    const formats = { x: 'bf16', saved: 'e4m3/g16', y: 'e4m3/t', dx: 'bf16', dw: 'f32' } as const
+    using tape = new Tape()
+    using y = tape.record(() => scope(() => ops.rmsnorm(x, w, 1e-5, formats)))
+    const [plain, rstd] = native.rmsnorm_forward(x.handle, w.handle, null, 'e4m3/t', 1e-5)
+    using expected = Tensor.own(plain)
+    expect(await y.readBytes()).toEqual(await expected.readBytes())
+    native.free(rstd)
+    const { sources, make, scale } = y.remake ?? expect.fail('not to be made again')
+    expect(sources.map(({ format }) => format)).toEqual(['e4m3/g16'])
+    using again = Tensor.own(make(sources))
+    const [first, second, step] = [await y.read(), await again.read(), await scale.item()]
+    let differ = 0
+    first.forEach((value, i) => {
+      const other = second[i] as number
+      if (other !== value) differ += 1
+      expect(Math.abs(other)).toBeLessThanOrEqual(Math.fround(448 * step))
+      expect(Math.abs(other - value)).toBeLessThanOrEqual(Math.abs(value) / 7 + step / 256)
+    })
+    expect(differ).toBeGreaterThan(0)
+  })
+
+  test("the gradients of flow 'save' are near those of 'fp8' and of bf16", async () => {
+    const near = async (recipe: Recipe) => {
+      const gradient = async (of: Recipe) => {
+        using block = new Block(build({ recipe: of, device, seed: 3 }), 'b', sizes)
+        using x = normal(M, D, 2, device)
+        using targets = Tensor.from(new Int32Array(M), [M], { device })
+        using tape = new Tape()
+        using loss = tape.record(() => scope(() => ops.crossEntropy(block.forward(x, T), targets, 1 / M)))
+        tape.backward(loss)
+        return Promise.all(block.parameters('*weight').map(({ grad }) => (grad as Tensor).read()))
+      }
+      const [mine, plain] = [await gradient(recipe), await gradient(recipes.bf16)]
+      return mine.map((values, p) => {
+        const other = plain[p] as Float32Array
+        const square = (f: (i: number) => number) => sum(values.length, (i) => f(i) ** 2)
+        return Math.sqrt(
+          square((i) => (values[i] as number) - (other[i] as number)) / square((i) => other[i] as number),
+        )
+      })
+    }
+    const before = memory().tensors
+    for (const recipe of [recipes.coat, saving]) for (const error of await near(recipe)) expect(error).toBeLessThan(0.3)
+    expect(memory().tensors).toBe(before)
+  })
+})
