@@ -9,6 +9,7 @@ import type { Recipe } from './recipes.ts'
 import { Replacement } from './replace.ts'
 import { type Dtype, readSafetensors, type Stored, type TensorSource, writeSafetensors } from './safetensors.ts'
 import type { Schedule } from './schedule.ts'
+import type { Recompute } from './tape.ts'
 import type { Format, Tensor } from './tensor.ts'
 
 /** Of what a folder holds; another one is refused. */
@@ -35,6 +36,7 @@ export interface Checkpointed {
     readonly clip: number
     readonly steps: number
     readonly schedule: Schedule
+    readonly recompute: Recompute
   }
   batches: number
   skippedSteps: number
@@ -264,12 +266,14 @@ function factsOf(trainer: Checkpointed): Facts {
 function settingsOf({ model, optimizer, options }: Checkpointed, places: readonly number[]): Record<string, unknown> {
   const { recipe, config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
-  const { batch, accumulate, clip, steps, data, schedule } = options
+  const { batch, accumulate, clip, steps, data, schedule, recompute } = options
   const { position: __, ...order } = { position: 0, sequence: data.sequence, ...data.state?.() }
   const factors = Object.fromEntries(places.map((place) => [place, schedule(place, steps)]))
   const rounding = optimizer.options.rounding ?? recipe.rounding
   const all = { recipe, model: config, optimizer: { ...rest, rounding }, batch, accumulate, clip, steps }
-  return Object.fromEntries(flat({ ...all, data: order, schedule: factors }))
+  // what is made again from a copy differs from what was there by the copy's rounding
+  const kept = recipe.flow === 'save' && recipe.saved !== recipe.stream ? { remade: recompute !== 'none' } : {}
+  return Object.fromEntries(flat({ ...all, ...kept, data: order, schedule: factors }))
 }
 
 function flat(value: object, before = ''): [string, unknown][] {

@@ -2,7 +2,7 @@
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
-import { addGradient } from './tape.ts'
+import { addGradient, Tape } from './tape.ts'
 import {
   type Device,
   type DeviceName,
@@ -536,12 +536,14 @@ export class Block extends Module {
 
   /** `next`: the norm that will read the result, if it is known. What it asks for is then made with the result. */
   forward(x: Tensor, sequence: number, next: RMSNorm | LayerNorm | null = null): Tensor {
-    const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence)
-    const middle = scope(() => ops.add(x, change(), this.stream, this.mlpNorm.reader))
-    const reader = next?.reader ?? { formats: this.attentionNorm.formats }
-    const y = scope(() => ops.add(middle, this.mlp.forward(this.mlpNorm.forward(middle)), this.stream, reader))
-    middle.dispose()
-    return y
+    return Tape.layer(x, () => {
+      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence)
+      const middle = scope(() => ops.add(x, change(), this.stream, this.mlpNorm.reader))
+      const reader = next?.reader ?? { formats: this.attentionNorm.formats }
+      const y = scope(() => ops.add(middle, this.mlp.forward(this.mlpNorm.forward(middle)), this.stream, reader))
+      middle.dispose()
+      return y
+    })
   }
 }
 

@@ -80,7 +80,7 @@ function remakeFrom(
   make: (x: Handle, scale: Handle) => Handle,
   known: Tensor | null = null,
 ): void {
-  if (kept && isScaled(kept.format) && y.format === 'e4m3/t')
+  if (kept && isScaled(kept.format) && y.format === 'e4m3/t' && Tape.current?.recompute !== 'none')
     y.remake = remakeOf(y, [kept], ([from], scale) => make((from as Tensor).handle, scale), known)
 }
 

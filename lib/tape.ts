@@ -35,12 +35,27 @@ export interface LedgerRow {
   bytes: number
 }
 
+/**
+ * What is made again in backward instead of kept: nothing (`none`: what backward reads is kept); what one pass over a kept
+ * tensor gives (`flow`); whole layers (`layer`: of each its input is kept, and its forward runs once more).
+ */
+export type Recompute = 'none' | 'flow' | 'layer'
+export const recomputes: readonly Recompute[] = ['none', 'flow', 'layer']
+
 let current: Tape | null = null
 
 /** Records differentiable operations while `record` runs; `backward` then unwinds them, freeing as it goes. */
 export class Tape implements Disposable {
+  readonly recompute: Recompute
   #nodes: Node[] = []
   #saves = new Map<Tensor, Save>()
+  #gradients = new Map<number, Tensor>()
+  /** Where gradients would go, on a tape that keeps nothing else. */
+  #trial: Set<GradientSink> | null = null
+
+  constructor(options: { recompute?: Recompute } = {}) {
+    this.recompute = options.recompute ?? 'flow'
+  }
 
   /** The tape that records now, if one does. */
   static get current(): Tape | null {
@@ -60,6 +75,10 @@ export class Tape implements Disposable {
   /** Adds one operation: `saved` are the tensors that its backward reads. */
   push(op: string, inputs: readonly Tensor[], output: Tensor, saved: readonly Tensor[], backward: Backward): void {
     output.requiresGrad = true
+    if (this.#trial) {
+      for (const { sink, requiresGrad } of inputs) if (sink && requiresGrad) this.#trial.add(sink)
+      return
+    }
     for (const tensor of saved) this.#hold(tensor, op)
     this.#nodes.push({
       op,
@@ -68,6 +87,27 @@ export class Tape implements Disposable {
       saved,
       backward,
     })
+  }
+
+  /**
+   * f(), which reads x and gives the same bits whenever it runs. Where the tape that records recomputes layers, it keeps of
+   * f only x and its twins, and backward runs f again.
+   */
+  static layer(x: Tensor, f: () => Tensor): Tensor {
+    const tape = current
+    if (tape?.recompute !== 'layer') return f()
+    const trial = new Tape({ recompute: 'none' })
+    trial.#trial = new Set()
+    const y = trial.record(f)
+    if (y.requiresGrad) {
+      tape.push('layer', [x], y, [x, ...x.twins()], (dy) => {
+        using again = new Tape()
+        tape.#gradients.set(again.record(f).id, dy.retain())
+        again.#unwind(tape.#gradients)
+        return []
+      })
+    }
+    return y
   }
 
   /** Bytes kept for backward now, by op and format; they add up to `memory().live.saved`. */
@@ -93,36 +133,41 @@ export class Tape implements Disposable {
         'backward',
         'loss',
       )
-    const gradients = new Map<number, Tensor>()
     const outer = current
     current = null
     try {
-      gradients.set(loss.id, retained(Tensor.from([1], [1], { device: loss.device })))
-      for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
-        const { inputs, saved, backward } = node
-        const gradient = gradients.get(node.output)
-        gradients.delete(node.output)
-        try {
-          if (gradient)
-            scope(() => {
-              const results = backward(
-                gradient,
-                saved.map((tensor) => this.#get(tensor)),
-              )
-              inputs.forEach((input, i) => {
-                const result = results[i]
-                if (result && input.wanted) accumulate(gradients, input, result)
-              })
-            })
-        } finally {
-          gradient?.release()
-          for (const tensor of saved) this.#drop(tensor)
-        }
-      }
+      this.#gradients.set(loss.id, retained(Tensor.from([1], [1], { device: loss.device })))
+      this.#unwind(this.#gradients)
     } finally {
       current = outer
-      for (const gradient of gradients.values()) gradient.release()
+      for (const gradient of this.#gradients.values()) gradient.release()
+      this.#gradients.clear()
       this.dispose()
+    }
+  }
+
+  // Gradients by the id of the tensor that they are of.
+  #unwind(gradients: Map<number, Tensor>): void {
+    for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
+      const { inputs, saved, backward } = node
+      const gradient = gradients.get(node.output)
+      gradients.delete(node.output)
+      try {
+        if (gradient)
+          scope(() => {
+            const results = backward(
+              gradient,
+              saved.map((tensor) => this.#get(tensor)),
+            )
+            inputs.forEach((input, i) => {
+              const result = results[i]
+              if (result && input.wanted) accumulate(gradients, input, result)
+            })
+          })
+      } finally {
+        gradient?.release()
+        for (const tensor of saved) this.#drop(tensor)
+      }
     }
   }
 
@@ -141,7 +186,8 @@ export class Tape implements Disposable {
       known.count += 1
       return
     }
-    const remake = tensor.persistent ? null : (tensor.remake ?? this.#remakeOfTwin(tensor))
+    const wanted = this.recompute !== 'none' && !tensor.persistent
+    const remake = wanted ? (tensor.remake ?? this.#remakeOfTwin(tensor)) : null
     this.#saves.set(tensor, { op, count: 1, remake, made: null })
     if (remake) {
       for (const source of [...remake.sources, remake.scale]) this.#hold(source, op)

@@ -254,6 +254,11 @@ export class Tensor implements Disposable {
     return this.#source
   }
 
+  /** The twins that it has now. */
+  twins(): Tensor[] {
+    return [...this.#twins.values()].map(({ tensor }) => tensor)
+  }
+
   /** Frees the twins that nobody else holds; kept scales stay. */
   dropTwins(): void {
     for (const key of [...this.#twins.keys()]) this.#dropTwin(key)

@@ -8,7 +8,7 @@ import { ignoreIndex } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
-import { type LedgerRow, noGrad, Tape } from './tape.ts'
+import { type LedgerRow, noGrad, type Recompute, recomputes, Tape } from './tape.ts'
 import { type Device, memory, resetPeak, scope, Tensor } from './tensor.ts'
 
 /** What the trainer needs of a model. */
@@ -36,6 +36,8 @@ export interface TrainerOptions {
   clip?: number
   /** Consecutive skips after which training stops with an error (default 10). */
   maxSkips?: number
+  /** What backward makes again instead of keeping it (default `flow`). */
+  recompute?: Recompute
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -64,7 +66,18 @@ export interface StepMetrics {
   memory: MemoryUsage
 }
 
-const known = ['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips', 'checkpoint']
+const known = [
+  'data',
+  'batch',
+  'accumulate',
+  'steps',
+  'optimizer',
+  'schedule',
+  'clip',
+  'maxSkips',
+  'recompute',
+  'checkpoint',
+]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
@@ -88,6 +101,7 @@ export class Trainer implements Disposable {
       schedule: constant(),
       clip: 1,
       maxSkips: 10,
+      recompute: 'flow' as const,
       ...rest,
       checkpoint: checked(checkpoint),
     }
@@ -101,6 +115,13 @@ export class Trainer implements Disposable {
         )
     if (!(full.clip >= 0))
       throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
+    if (!recomputes.includes(full.recompute))
+      throw new CoatError(
+        `Trainer: recompute is ${full.recompute} and must be one of ${recomputes.join(', ')}`,
+        'value',
+        'Trainer',
+        'recompute',
+      )
     this.model = model
     this.options = full
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
@@ -216,7 +237,7 @@ export class Trainer implements Disposable {
   }
 
   #forwardBackward(micro: Batch, weight: number): Tensor {
-    using tape = new Tape()
+    using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
       const loss = tape.record(() => this.model.loss(...this.#tensorsOf(micro), micro.sequence, weight))
       this.#ledger = tape.ledger()

@@ -5,10 +5,12 @@ import {
   Block,
   build,
   type DeviceName,
+  type LedgerRow,
   memory,
   noGrad,
   ops,
   type Recipe,
+  type Recompute,
   recipes,
   scope,
   Tape,
@@ -48,7 +50,7 @@ async function digest(tensor: Tensor | null | undefined): Promise<string> {
 }
 
 /** Blocks one after the other, each told what reads its result or not, then the gradients of all that is trained. */
-async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = sizes) {
+async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = sizes, recompute: Recompute = 'flow') {
   const built = build({ recipe, device, seed: 3 })
   const blocks = [new Block(built, 'a', of), new Block(built, 'b', of)]
   using x = normal(M, D, 2, device)
@@ -60,6 +62,7 @@ async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = s
     [M],
     { device },
   )
+  let ledger: LedgerRow[] = []
   const calls = { measured: 0, add: 0, fused: 0 }
   const [norm, add, fused] = [native.rmsnorm_forward, native.add, native.add_rmsnorm_forward]
   vi.spyOn(native, 'rmsnorm_forward').mockImplementation((x, w, scale, y, eps) => {
@@ -75,7 +78,7 @@ async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = s
     return fused(...given)
   })
   {
-    using tape = new Tape()
+    using tape = new Tape({ recompute })
     using y = tape.record(() =>
       scope(() =>
         blocks.reduce(
@@ -85,6 +88,7 @@ async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = s
       ),
     )
     vi.restoreAllMocks()
+    ledger = tape.ledger()
     using loss = tape.record(() => scope(() => ops.crossEntropy(y, targets, 1 / M)))
     tape.backward(loss)
     reading.push(digest(y))
@@ -93,7 +97,7 @@ async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = s
   for (const { grad } of blocks.flatMap((block) => block.parameters())) reading.push(digest(grad))
   const bits = await Promise.all(reading)
   for (const block of blocks) block.dispose()
-  return { bits, calls }
+  return { bits, calls, ledger }
 }
 
 describe.each(devices)('on %s', (device) => {
@@ -139,6 +143,59 @@ describe.each(devices)('on %s', (device) => {
       expect(scales()).toEqual([true, false, false])
       for (const tensor of [a, b]) tensor.dispose()
     })
+  })
+
+  test.each(['coat', 'coat-bf16'] as const)(
+    '%s: a layer keeps eight tensors and four scales, and nothing else',
+    async (recipe) => {
+      const { ledger } = await trained(recipes[recipe], device, true)
+      const g16 = (elements: number) => elements + (2 * elements) / 16
+      const row = (op: string, format: string, tensors: number, bytes: number) => ({
+        op,
+        format,
+        tensors: 2 * tensors,
+        bytes: 2 * bytes,
+      })
+      const { heads: H, kvHeads: J, headDim } = sizes
+      const expected = [
+        row('rmsnorm', 'e4m3/g16', 2, 2 * g16(M * D)), // input and middle
+        row('rmsnorm', 'f32', 2, 2 * 4 * M),
+        row('linear', 'f32', 4, 4 * 4), // scales of what is made again: two norms, attention's output, the product
+        row('attention', 'bf16', 2, 2 * M * (H + 2 * J) * headDim + 2 * M * H * headDim),
+        row('attention', 'f32', 1, 4 * M * H),
+        row('swiglu', 'e4m3/g16', 1, g16(M * 2 * F)),
+      ]
+      const sorted = (rows: readonly LedgerRow[]) => rows.map((row) => JSON.stringify(row)).sort()
+      expect(sorted(ledger)).toEqual(sorted(expected))
+    },
+  )
+
+  test.each([
+    ['coat', recipes.coat],
+    ["flow 'save'", saving],
+    ['bf16', recipes.bf16],
+  ] as const)('%s: what is made again changes memory alone', async (_, recipe) => {
+    const run = (recompute: Recompute) => trained(recipe, device, true, sizes, recompute)
+    const [none, flow, layer] = [await run('none'), await run('flow'), await run('layer')]
+    expect(layer.bits).toEqual(flow.bits)
+    // where the kept tensor is a copy, what is made of it again is not what was there
+    if (recipe === saving) expect(none.bits).not.toEqual(flow.bits)
+    else expect(none.bits).toEqual(flow.bits)
+    const bytes = ({ ledger }: typeof none) => ledger.reduce((total, row) => total + row.bytes, 0)
+    expect(bytes(flow)).toBeLessThanOrEqual(bytes(none))
+    // two inputs in bf16 with their twins
+    const twin = recipe === recipes.bf16 ? 0 : 1.125
+    expect(bytes(layer)).toBe(2 * M * D * (2 + twin))
+  })
+
+  test('a layer without anything to train is not recorded', () => {
+    using block = new Block(build({ recipe: 'coat', device }), 'b', sizes)
+    for (const param of block.parameters()) param.frozen = true
+    using x = normal(M, D, 2, device)
+    using tape = new Tape({ recompute: 'layer' })
+    using y = tape.record(() => block.forward(x, T))
+    expect(y.requiresGrad).toBe(false)
+    expect(tape.ledger()).toEqual([])
   })
 
   test("flow 'save' keeps the same tensors as 'fp8', and makes copies for backward only where one is recorded", () => {
