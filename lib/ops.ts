@@ -2,7 +2,7 @@
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
-import { type FloatFormat, isScaled, Tensor, type TensorOptions } from './tensor.ts'
+import { type FloatFormat, isScaled, scope, Tensor, type TensorOptions } from './tensor.ts'
 
 type Plain = 'f32' | 'bf16'
 
@@ -303,6 +303,10 @@ export function ropeTable(
   return Tensor.from(values, [positions, headDim], { device })
 }
 
+function refuse(op: string, argument: string, value: number, rule: string): never {
+  throw new CoatError(`${op}: ${argument} is ${value} and must be ${rule}`, 'value', op, argument)
+}
+
 /** The label of a position that takes no part in the loss. */
 export const ignoreIndex = -100
 
@@ -311,8 +315,7 @@ export const ignoreIndex = -100
  * 1 / (number of such rows in all micro-batches of a step) the sum over micro-batches is the mean by tokens.
  */
 export function crossEntropy(logits: Tensor, targets: Tensor, weight: number): Tensor {
-  if (!Number.isFinite(weight))
-    throw new CoatError(`crossEntropy: weight is ${weight} and must be finite`, 'value', 'crossEntropy', 'weight')
+  if (!Number.isFinite(weight)) refuse('crossEntropy', 'weight', weight, 'finite')
   const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, targets.handle, ignoreIndex, weight)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
@@ -334,4 +337,108 @@ export function crossEntropy(logits: Tensor, targets: Tensor, weight: number): T
     ]
   })
   return loss
+}
+
+export interface LossOptions {
+  /** Format of x, of the weight as the product reads it, of logits and of the gradient of x. */
+  format: Plain
+  /** Format of the gradient of the weight. */
+  dw: Plain
+  /** Rows whose logits are there at once; by default as many as take about 256 MiB, a multiple of 128. */
+  chunk?: number
+}
+
+const logitBytes = 2 ** 28
+
+/**
+ * crossEntropy(x wᵀ, targets, weight): x [M, N], w [V, N], targets i32 [M] → f32 [1], by chunks of rows, so that the logits
+ * [M, V] are never whole in memory. Where it is recorded, both gradients are made with the loss, chunk by chunk, and kept
+ * instead of logits; a gradient of the loss other than backward's own 1 multiplies them afterwards.
+ */
+export function linearCrossEntropy(
+  x: Tensor,
+  w: Tensor,
+  targets: Tensor,
+  weight: number,
+  { format, dw: dwFormat, chunk }: LossOptions,
+): Tensor {
+  if (!Number.isFinite(weight)) refuse('linearCrossEntropy', 'weight', weight, 'finite')
+  if (chunk !== undefined && (!Number.isSafeInteger(chunk) || chunk < 1))
+    refuse('linearCrossEntropy', 'chunk', chunk, 'an integer of at least 1')
+  const [M, N] = x.shape as [number, number]
+  const rowBytes = (w.shape[0] as number) * (format === 'f32' ? 4 : 2)
+  const rows = chunk ?? Math.max(1, Math.floor(logitBytes / rowBytes / 128)) * 128
+  const tape = recordedBy(x, w)
+  const [loss, dx, dw] = scope(() => {
+    const one = tape ? Tensor.from([1], [1], { device: x.device }) : null
+    const part = (from: number, R: number) => lossOfRows(x, w, targets, weight, { format, dw: dwFormat }, one, from, R)
+    if (M <= rows) return part(0, M)
+    const dx = tape && x.requiresGrad ? Tensor.own(native.make(format, [M, N], x.device, 'temp')) : null
+    let loss: Tensor | null = null
+    let dw: Tensor | null = null
+    for (let from = 0; from < M; from += rows) {
+      const [lossPart, dxPart, dwPart] = scope(() => part(from, Math.min(rows, M - from)))
+      if (dx && dxPart) native.place_rows(dx.handle, dxPart.handle, from)
+      dxPart?.dispose()
+      loss = added(loss, lossPart)
+      dw = dwPart && added(dw, dwPart)
+    }
+    return [loss as unknown as Tensor, dx, dw]
+  })
+  w.dropTwins()
+  const made = [dx, dw].filter((gradient) => gradient !== null)
+  tape?.push(
+    'linear_cross_entropy',
+    [x, w],
+    loss,
+    made,
+    (dloss) => {
+      if (!tape.isSeed(dloss)) for (const gradient of made) native.multiply_into(gradient.handle, dloss.handle)
+      if (dx) native.retag(dx.handle, 'temp')
+      return [dx, dw]
+    },
+    'grad',
+  )
+  for (const gradient of made) gradient.dispose() // the tape alone holds them
+  return loss
+}
+
+/** Loss of R rows, the first of them row `from`, and with `one` the gradients of x and w that are wanted. */
+function lossOfRows(
+  x: Tensor,
+  w: Tensor,
+  targets: Tensor,
+  weight: number,
+  { format, dw }: LossOptions,
+  one: Tensor | null,
+  from: number,
+  R: number,
+): [loss: Tensor, dx: Tensor | null, dw: Tensor | null] {
+  const whole = R === x.shape[0]
+  const xs = x.as(format)
+  const ws = w.as(format)
+  const xr = whole ? xs : Tensor.own(native.slice_rows(xs.handle, format, from, R))
+  const ids = whole ? targets : Tensor.own(native.slice(targets.handle, 'i32', from, R))
+  const logits = Tensor.own(native.matmul_nt(xr.handle, ws.handle, null, format))
+  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, ignoreIndex, weight)
+  const loss = Tensor.own(lossHandle)
+  const lse = Tensor.own(lseHandle)
+  if (!one) return [loss, null, null]
+  const given = [one, logits, ids, lse].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle]
+  const d = native.cross_entropy_backward(...given, format, ignoreIndex, weight)
+  logits.dispose()
+  Tensor.own(d)
+  return [
+    loss,
+    x.requiresGrad ? Tensor.own(native.matmul_nn(d, ws.handle, format)) : null,
+    w.requiresGrad ? Tensor.own(native.matmul_tn(d, xr.handle, dw)) : null,
+  ]
+}
+
+// The sum, in place of the first; the second is freed.
+function added(sum: Tensor | null, part: Tensor): Tensor {
+  if (!sum) return part
+  native.add_into(sum.handle, part.handle)
+  part.dispose()
+  return sum
 }

@@ -20,9 +20,13 @@ interface Node {
   backward: Backward
 }
 
+/** What a tensor is kept as: for backward to read, or as a gradient that forward made in advance. */
+type Kept = 'saved' | 'grad'
+
 /** One tensor that backward will want: kept, or made again once from others. */
 interface Save {
   op: string
+  purpose: Kept
   count: number
   remake: Remake | null
   made: Tensor | null
@@ -50,6 +54,8 @@ export class Tape implements Disposable {
   #nodes: Node[] = []
   #saves = new Map<Tensor, Save>()
   #gradients = new Map<number, Tensor>()
+  /** The gradient 1 of the loss, during backward. */
+  #seed: Tensor | null = null
   /** Where gradients would go, on a tape that keeps nothing else. */
   #trial: Set<GradientSink> | null = null
 
@@ -72,14 +78,21 @@ export class Tape implements Disposable {
     }
   }
 
-  /** Adds one operation: `saved` are the tensors that its backward reads. */
-  push(op: string, inputs: readonly Tensor[], output: Tensor, saved: readonly Tensor[], backward: Backward): void {
+  /** Adds one operation: `saved` are the tensors that its backward reads, kept as what they are. */
+  push(
+    op: string,
+    inputs: readonly Tensor[],
+    output: Tensor,
+    saved: readonly Tensor[],
+    backward: Backward,
+    purpose: Kept = 'saved',
+  ): void {
     output.requiresGrad = true
     if (this.#trial) {
       for (const { sink, requiresGrad } of inputs) if (sink && requiresGrad) this.#trial.add(sink)
       return
     }
-    for (const tensor of saved) this.#hold(tensor, op)
+    for (const tensor of saved) this.#hold(tensor, op, purpose)
     this.#nodes.push({
       op,
       inputs: inputs.map((input) => ({ id: input.id, sink: input.sink, wanted: input.requiresGrad })),
@@ -110,11 +123,16 @@ export class Tape implements Disposable {
     return y
   }
 
+  /** Whether a gradient is the 1 that backward began with. */
+  isSeed(gradient: Tensor): boolean {
+    return gradient === this.#seed
+  }
+
   /** Bytes kept for backward now, by op and format; they add up to `memory().live.saved`. */
   ledger(): LedgerRow[] {
     const rows = new Map<string, LedgerRow>()
-    for (const [tensor, { op, remake }] of this.#saves) {
-      if (remake || tensor.persistent) continue
+    for (const [tensor, { op, purpose, remake }] of this.#saves) {
+      if (remake || tensor.persistent || purpose !== 'saved') continue
       const key = `${op} ${tensor.format}`
       const row = rows.get(key) ?? { op, format: tensor.format, tensors: 0, bytes: 0 }
       row.tensors += 1
@@ -136,10 +154,12 @@ export class Tape implements Disposable {
     const outer = current
     current = null
     try {
-      this.#gradients.set(loss.id, retained(Tensor.from([1], [1], { device: loss.device })))
+      this.#seed = retained(Tensor.from([1], [1], { device: loss.device }))
+      this.#gradients.set(loss.id, this.#seed)
       this.#unwind(this.#gradients)
     } finally {
       current = outer
+      this.#seed = null
       for (const gradient of this.#gradients.values()) gradient.release()
       this.#gradients.clear()
       this.dispose()
@@ -180,7 +200,7 @@ export class Tape implements Disposable {
     this.dispose()
   }
 
-  #hold(tensor: Tensor, op: string): void {
+  #hold(tensor: Tensor, op: string, purpose: Kept): void {
     const known = this.#saves.get(tensor)
     if (known) {
       known.count += 1
@@ -188,13 +208,13 @@ export class Tape implements Disposable {
     }
     const wanted = this.recompute !== 'none' && !tensor.persistent
     const remake = wanted ? (tensor.remake ?? this.#remakeOfTwin(tensor)) : null
-    this.#saves.set(tensor, { op, count: 1, remake, made: null })
+    this.#saves.set(tensor, { op, purpose, count: 1, remake, made: null })
     if (remake) {
-      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op)
+      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op, purpose)
       if (remake !== tensor.remake) remake.scale.release() // the tape alone holds it
     } else if (!tensor.persistent) {
       tensor.retain()
-      native.retag(tensor.handle, 'saved')
+      native.retag(tensor.handle, purpose)
     }
   }
 
@@ -222,7 +242,7 @@ export class Tape implements Disposable {
       save.made?.dispose()
       for (const source of [...save.remake.sources, save.remake.scale]) this.#drop(source)
     } else if (!tensor.persistent) {
-      native.retag(tensor.handle, 'temp')
+      if (save.purpose === 'saved') native.retag(tensor.handle, 'temp')
       tensor.release()
     }
   }

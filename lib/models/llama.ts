@@ -1,7 +1,7 @@
 // Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
-import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
+import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
@@ -145,6 +145,24 @@ export class LlamaForCausalLM extends Module {
 
   /** Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. */
   forward(ids: Tensor, sequence: number): Tensor {
+    const formats = linearFormats(this.recipe, { plain: true })
+    return scope(() => ops.linear(this.#hidden(ids, sequence), this.#headWeight, null, formats))
+  }
+
+  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor {
+    const { stream: format, dw } = this.recipe
+    return scope(() =>
+      ops.linearCrossEntropy(this.#hidden(ids, sequence), this.#headWeight, targets, weight, { format, dw }),
+    )
+  }
+
+  get #headWeight(): Tensor {
+    return (this.head?.weight ?? this.embedding).tensor
+  }
+
+  /** What the head reads: [B·T, hidden] in the stream's format. */
+  #hidden(ids: Tensor, sequence: number): Tensor {
     const { stream, dw } = this.recipe
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
@@ -160,15 +178,8 @@ export class LlamaForCausalLM extends Module {
         x.dispose()
         x = y
       }
-      const y = this.norm.forward(x)
-      if (this.head) return this.head.forward(y)
-      return ops.linear(y, this.embedding.tensor, null, { x: stream, w: stream, dy: stream, y: stream, dx: stream, dw })
+      return this.norm.forward(x)
     })
-  }
-
-  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor {
-    return scope(() => ops.crossEntropy(this.forward(ids, sequence), targets, weight))
   }
 
   /** Continues a prompt by `count` tokens: greedy at temperature 0, else sampled with `seed`. */
