@@ -130,6 +130,8 @@ export class Param implements GradientSink, Disposable {
   readonly decay: boolean
   readonly parts: readonly Part[]
   grad: Tensor | null = null
+  /** Called in backward when `grad` is whole and the tensor may change. */
+  onComplete: (() => void) | null = null
 
   constructor(build: Build, name: string, options: ParamOptions) {
     this.name = name
@@ -173,6 +175,10 @@ export class Param implements GradientSink, Disposable {
   accumulate(gradient: Tensor): void {
     this.grad = addGradient(this.grad, gradient)
     native.retag(this.grad.handle, 'grad')
+  }
+
+  complete(): void {
+    this.onComplete?.()
   }
 
   dropGrad(): void {

@@ -56,8 +56,10 @@ export class Tape implements Disposable {
   #gradients = new Map<number, Tensor>()
   /** The gradient 1 of the loss, during backward. */
   #seed: Tensor | null = null
-  /** Where gradients would go, on a tape that keeps nothing else. */
-  #trial: Set<GradientSink> | null = null
+  /** What gradients would go to, on a tape that keeps nothing else. */
+  #trial: Set<Tensor> | null = null
+  /** Inputs of nodes that gradients still come from, by where they go; null on a tape within a layer of another. */
+  #uses: Map<GradientSink, number> | null = new Map()
 
   constructor(options: { recompute?: Recompute } = {}) {
     this.recompute = options.recompute ?? 'flow'
@@ -89,9 +91,12 @@ export class Tape implements Disposable {
   ): void {
     output.requiresGrad = true
     if (this.#trial) {
-      for (const { sink, requiresGrad } of inputs) if (sink && requiresGrad) this.#trial.add(sink)
+      for (const input of inputs) if (input.sink && input.requiresGrad) this.#trial.add(input)
       return
     }
+    if (this.#uses)
+      for (const { sink, requiresGrad } of inputs)
+        if (sink && requiresGrad) this.#uses.set(sink, (this.#uses.get(sink) ?? 0) + 1)
     for (const tensor of saved) this.#hold(tensor, op, purpose)
     this.#nodes.push({
       op,
@@ -110,11 +115,13 @@ export class Tape implements Disposable {
     const tape = current
     if (tape?.recompute !== 'layer') return f()
     const trial = new Tape({ recompute: 'none' })
-    trial.#trial = new Set()
+    const leaves = new Set<Tensor>()
+    trial.#trial = leaves
     const y = trial.record(f)
     if (y.requiresGrad) {
-      tape.push('layer', [x], y, [x, ...x.twins()], (dy) => {
+      tape.push('layer', [x, ...leaves], y, [x, ...x.twins()], (dy) => {
         using again = new Tape()
+        again.#uses = null
         tape.#gradients.set(again.record(f).id, dy.retain())
         again.#unwind(tape.#gradients)
         return []
@@ -188,6 +195,19 @@ export class Tape implements Disposable {
         gradient?.release()
         for (const tensor of saved) this.#drop(tensor)
       }
+      if (this.#uses) this.#completed(inputs, this.#uses)
+    }
+  }
+
+  #completed(inputs: readonly Input[], uses: Map<GradientSink, number>): void {
+    for (const { sink, wanted } of inputs) {
+      if (!sink || !wanted) continue
+      const left = (uses.get(sink) as number) - 1
+      if (left > 0) uses.set(sink, left)
+      else {
+        uses.delete(sink)
+        sink.complete?.()
+      }
     }
   }
 
@@ -195,6 +215,7 @@ export class Tape implements Disposable {
   dispose(): void {
     for (const node of this.#nodes) for (const tensor of node.saved) this.#drop(tensor)
     this.#nodes = []
+    this.#uses?.clear()
   }
   [Symbol.dispose](): void {
     this.dispose()

@@ -80,6 +80,8 @@ export type { Bytes, MemoryUsage }
 /** Receives the gradients of a tensor that outlives the tape: a parameter. */
 export interface GradientSink {
   accumulate(gradient: Tensor): void
+  /** Backward has no more gradients for it, and reads its tensor no more. */
+  complete?(): void
 }
 
 /** How backward makes a `/t` tensor again instead of keeping it: in one pass from `sources` and its scale, in the same bits. */

@@ -36,6 +36,12 @@ export interface TrainerOptions {
   clip?: number
   /** Consecutive skips after which training stops with an error (default 10). */
   maxSkips?: number
+  /**
+   * Update each parameter in backward, as soon as its gradient is complete, and free the gradient then (default no); needs
+   * `accumulate` 1. Gradients are clipped by the norm of the step before, in the first step each by its own; where one is
+   * not finite its parameter alone stays, and the step counts as skipped though others have moved.
+   */
+  optimizerInBackward?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
@@ -56,7 +62,7 @@ export interface StepMetrics {
   tokensPerSecond: number
   /** Milliseconds of this step. */
   time: number
-  /** Whether the update was skipped because a gradient was not finite: nothing changed then. */
+  /** Whether the update was skipped because a gradient was not finite: nothing changed then, but see `optimizerInBackward`. */
   skipped: boolean
   /** Skipped updates so far. */
   skippedSteps: number
@@ -67,16 +73,8 @@ export interface StepMetrics {
 }
 
 const known = [
-  'data',
-  'batch',
-  'accumulate',
-  'steps',
-  'optimizer',
-  'schedule',
-  'clip',
-  'maxSkips',
-  'recompute',
-  'checkpoint',
+  ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips'],
+  ...['optimizerInBackward', 'recompute', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -91,6 +89,8 @@ export class Trainer implements Disposable {
   skippedSteps = 0
   /** Skipped steps since the last that was done. */
   skipsInARow = 0
+  /** Norm of the gradients of the last step that was done. */
+  lastNorm: number | null = null
   #ledger: LedgerRow[] = []
 
   constructor(model: TrainableModel, options: TrainerOptions) {
@@ -102,6 +102,7 @@ export class Trainer implements Disposable {
       clip: 1,
       maxSkips: 10,
       recompute: 'flow' as const,
+      optimizerInBackward: false,
       ...rest,
       checkpoint: checked(checkpoint),
     }
@@ -121,6 +122,13 @@ export class Trainer implements Disposable {
         'value',
         'Trainer',
         'recompute',
+      )
+    if (full.optimizerInBackward && full.accumulate > 1)
+      throw new CoatError(
+        `Trainer: accumulate is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
+        'value',
+        'Trainer',
+        'accumulate',
       )
     this.model = model
     this.options = full
@@ -152,7 +160,7 @@ export class Trainer implements Disposable {
 
   /** One step: `accumulate` micro-batches, then an update, or a skip when a gradient is not finite. */
   async step(): Promise<StepMetrics> {
-    const { data, batch, accumulate, steps, schedule, clip, maxSkips } = this.options
+    const { data, batch, accumulate, steps, schedule, clip, maxSkips, optimizerInBackward } = this.options
     const { optimizer } = this
     const started = performance.now()
     const infsBefore = memory().infs
@@ -165,11 +173,12 @@ export class Trainer implements Disposable {
     let gradNorm = 0
     let skip = false
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
       for (const micro of batches) losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
-      const norm = optimizer.gradNorm(clip)
+      const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
-        optimizer.step(lr, norm.clip)
+        if (!within) optimizer.step(lr, norm.clip)
         for (const part of losses) loss += await part.item()
         gradNorm = await norm.norm.item()
         skip = (await norm.clip.read())[1] !== 0
@@ -187,6 +196,7 @@ export class Trainer implements Disposable {
     if (!skip) {
       optimizer.advance()
       this.skipsInARow = 0
+      this.lastNorm = gradNorm
     }
     const time = performance.now() - started
     const usage = memory()
