@@ -30,7 +30,7 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
 export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
-  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y))
+  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y), formats.y)
   w.dropTwins()
   recordedBy(x, w, b)?.push('linear', [x, w, ...(b ? [b] : [])], y, [xq, w], (dy, [xq, w]) => {
     if (!xq || !w) return []
@@ -41,7 +41,7 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
       const product = scaled
         ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx)
         : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx)
-      dx = Tensor.own(product)
+      dx = Tensor.own(product, formats.dx)
       w.dropTwins()
     }
     let dw: Tensor | null = null
@@ -54,7 +54,7 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
             formats.dw,
           )
         : native.matmul_tn(dyq.handle, xq.handle, formats.dw)
-      dw = Tensor.own(product)
+      dw = Tensor.own(product, formats.dw)
     }
     const db = b?.requiresGrad ? Tensor.own(native.column_sum(dy.as(formats.dx).handle, formats.dw)) : null
     return [dx, dw, db]
@@ -101,7 +101,7 @@ export function rmsnorm(x: Tensor, w: Tensor, eps: number, formats: NormFormats)
   const xs = x.as(formats.x)
   const scale = formats.y === 'e4m3/t' ? foretoldOf(xs, w, eps) : null
   const [yHandle, rstdHandle] = native.rmsnorm_forward(xs.handle, w.handle, scale?.handle ?? null, formats.y, eps)
-  const y = Tensor.own(yHandle)
+  const y = Tensor.own(yHandle, formats.y)
   const rstd = Tensor.own(rstdHandle)
   const tape = recordedBy(x, w)
   const kept = tape && x.as(formats.saved)
@@ -109,7 +109,7 @@ export function rmsnorm(x: Tensor, w: Tensor, eps: number, formats: NormFormats)
     tape.push('rmsnorm', [x, w], y, [kept, rstd, w], (dy, [kept, rstd, w]) => {
       if (!kept || !rstd || !w) return []
       const [dx, dw] = native.rmsnorm_backward(dy.handle, kept.handle, w.handle, rstd.handle, formats.dx, formats.dw)
-      return [Tensor.own(dx), Tensor.own(dw)]
+      return [Tensor.own(dx, formats.dx), Tensor.own(dw, formats.dw)]
     })
   const again = (x: Handle, scale: Handle) => only(native.rmsnorm_forward(x, w.handle, scale, 'e4m3/t', eps))
   remakeFrom(kept, y, again, scale)
@@ -127,7 +127,7 @@ export function layernorm(x: Tensor, w: Tensor | null, b: Tensor | null, eps: nu
   const wh = w?.handle ?? null
   const bh = b?.handle ?? null
   const [yHandle, meanHandle, rstdHandle] = native.layernorm_forward(xs.handle, wh, bh, null, formats.y, eps)
-  const y = Tensor.own(yHandle)
+  const y = Tensor.own(yHandle, formats.y)
   const mean = Tensor.own(meanHandle)
   const rstd = Tensor.own(rstdHandle)
   const tape = recordedBy(x, w, b)
@@ -162,8 +162,8 @@ export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
   const twin = formats.dx === 'e5m2/t' ? formats.dx : null
   return activation('swiglu', native.swiglu_forward, x, formats, (dy, x) => {
     const [handle, turned] = native.swiglu_backward(dy, x, formats.dx, twin)
-    const dx = Tensor.own(handle)
-    if (turned !== null) dx.adoptTwin(turned, 'e5m2/t transposed')
+    const dx = Tensor.own(handle, formats.dx)
+    if (turned !== null) dx.adoptTwin(turned, 'e5m2/t', 'e5m2/t transposed')
     return dx
   })
 }
@@ -171,7 +171,7 @@ export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
 /** x Φ(x), the exact GELU: [M, N] → [M, N]. */
 export function gelu(x: Tensor, formats: ActivationFormats): Tensor {
   return activation('gelu', native.gelu_forward, x, formats, (dy, x) =>
-    Tensor.own(native.gelu_backward(dy, x, formats.dx)),
+    Tensor.own(native.gelu_backward(dy, x, formats.dx), formats.dx),
   )
 }
 
@@ -182,7 +182,7 @@ function activation(
   formats: ActivationFormats,
   backward: (dy: Handle, x: Handle) => Tensor,
 ): Tensor {
-  const y = Tensor.own(forward(x.as(formats.x).handle, null, formats.y))
+  const y = Tensor.own(forward(x.as(formats.x).handle, null, formats.y), formats.y)
   const tape = recordedBy(x)
   const kept = tape && x.as(formats.saved)
   if (kept) tape.push(name, [x], y, [kept], (dy, [kept]) => [backward(dy.handle, (kept as Tensor).handle)])
@@ -201,7 +201,7 @@ export function add(a: Tensor, b: Tensor, format: Plain, reader: Reader | null =
   const tape = recordedBy(a, b)
   const sum = reader
     ? sumFor(a, b, format, reader, tape !== null)
-    : Tensor.own(native.add(a.handle, b.handle, format, null)[0])
+    : Tensor.own(native.add(a.handle, b.handle, format, null)[0], format)
   tape?.push('add', [a, b], sum, [], (dy) => [dy, dy])
   return sum
 }
@@ -212,21 +212,21 @@ function sumFor(a: Tensor, b: Tensor, format: Plain, { formats, rms }: Reader, r
     const { w, eps } = rms
     const [sumHandle, twin, rstd, scale] = native.add_rmsnorm_forward(a.handle, b.handle, w.handle, format, eps)
     native.free(rstd)
-    const sum = Tensor.own(sumHandle)
+    const sum = Tensor.own(sumHandle, format)
     const version = native.version(w.handle)
-    sum.adoptTwin(twin).foretold = { w, version, eps, scale: retained(Tensor.own(scale)) }
+    sum.adoptTwin(twin, 'e4m3/g16').foretold = { w, version, eps, scale: retained(Tensor.own(scale)) }
     return sum
   }
   const wanted = [x, recorded ? saved : x].includes('e4m3/g16') ? 'e4m3/g16' : null
   const [sumHandle, twin] = native.add(a.handle, b.handle, format, wanted)
-  const sum = Tensor.own(sumHandle)
-  if (twin !== null) sum.adoptTwin(twin)
+  const sum = Tensor.own(sumHandle, format)
+  if (twin !== null) sum.adoptTwin(twin, 'e4m3/g16')
   return sum
 }
 
 /** Rows of w [V, N] by ids i32 [M] → [M, N]. */
 export function embedding(ids: Tensor, w: Tensor, formats: { y: Plain; dw: Plain }): Tensor {
-  const y = Tensor.own(native.embedding_forward(ids.handle, w.handle, formats.y))
+  const y = Tensor.own(native.embedding_forward(ids.handle, w.handle, formats.y), formats.y)
   const rows = w.shape[0] as number
   recordedBy(w)?.push('embedding', [w], y, [ids], (dy, [ids]) => [
     Tensor.own(native.embedding_backward((ids as Tensor).handle, dy.handle, formats.dw, rows)),
@@ -258,7 +258,7 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   if (rope) native.rope(rope.handle, qkv.handle, H, J, D, 1)
   const format = qkv.format as Plain
   const [outHandle, lseHandle] = native.attention_forward(qkv.handle, format, T, H, J, D, causal, scale)
-  const out = Tensor.own(outHandle)
+  const out = Tensor.own(outHandle, format)
   const lse = Tensor.own(lseHandle)
   recordedBy(qkv)?.push('attention', [qkv], out, [qkv, out, lse], (dout, [qkv, out, lse]) => {
     if (!qkv || !out || !lse) return []
@@ -276,7 +276,7 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
       scale,
     )
     if (rope) native.rope(rope.handle, dqkv, H, J, D, -1)
-    return [Tensor.own(dqkv)]
+    return [Tensor.own(dqkv, options.dx)]
   })
   return out
 }

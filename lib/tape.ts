@@ -251,7 +251,10 @@ export class Tape implements Disposable {
   #get(tensor: Tensor): Tensor {
     const save = this.#saves.get(tensor) as Save
     if (!save.remake) return tensor
-    save.made ??= Tensor.own(save.remake.make(save.remake.sources.map((source) => this.#get(source)))).keep()
+    save.made ??= Tensor.own(
+      save.remake.make(save.remake.sources.map((source) => this.#get(source))),
+      tensor.format,
+    ).keep()
     return save.made
   }
 
@@ -263,8 +266,8 @@ export class Tape implements Disposable {
       save.made?.dispose()
       for (const source of [...save.remake.sources, save.remake.scale]) this.#drop(source)
     } else if (!tensor.persistent) {
-      if (save.purpose === 'saved') native.retag(tensor.handle, 'temp')
       tensor.release()
+      if (save.purpose === 'saved' && !tensor.disposed) native.retag(tensor.handle, 'temp')
     }
   }
 }
@@ -302,7 +305,7 @@ export function remakeOf(
   make: (sources: readonly Tensor[], scale: Handle) => Handle,
   known: Tensor | null = null,
 ): Remake {
-  const scale = known?.retain() ?? retained(Tensor.own(native.scale_of(tensor.handle)))
+  const scale = known?.retain() ?? retained(Tensor.own(native.scale_of(tensor.handle), 'f32'))
   return { sources, scale, make: (held) => make(held, scale.handle) }
 }
 

@@ -1,6 +1,14 @@
 // Tensors: a format, a shape and one native allocation; conversion on demand, and who holds what for how long.
 import type { AnyFormat, Handle } from './native.gen.ts'
-import { type Bytes, CoatError, type DeviceKind, type MemoryUsage, native, type Purpose } from './native.ts'
+import {
+  type Bytes,
+  CoatError,
+  type DeviceKind,
+  type MemoryUsage,
+  native,
+  type Purpose,
+  type TensorInfo,
+} from './native.ts'
 
 /** A format word: `dtype[/t | /gN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
 export type Format = AnyFormat
@@ -120,10 +128,6 @@ export interface TensorOptions {
 /** A tensor of some format and shape. Immutable, except for what optimizer and accumulation change in place. */
 export class Tensor implements Disposable {
   readonly handle: Handle
-  readonly format: Format
-  readonly shape: Shape
-  readonly bytes: number
-  readonly device: DeviceKind
   /** Tells tensors apart even after they are freed. */
   readonly id = nextId++
   /** Where gradients of this tensor go; null for intermediate results. */
@@ -137,6 +141,8 @@ export class Tensor implements Disposable {
   foretold: Foretold | null = null
   /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
   keepsScale = false
+  /** Keeps all twins until the tensor changes or this is turned off. */
+  keepsTwins = false
 
   #scope: Set<Tensor> | null = null
   #user = false
@@ -146,18 +152,39 @@ export class Tensor implements Disposable {
   #twins = new Map<string, Twin>()
   #scales = new Map<Format, Twin>()
 
-  private constructor(handle: Handle) {
-    const info = native.info(handle)
+  #info: TensorInfo | null = null
+  #format: Format | null
+
+  private constructor(handle: Handle, format: Format | null) {
     this.handle = handle
-    this.format = info.format
-    this.shape = info.shape
-    this.bytes = info.bytes
-    this.device = info.device
+    this.#format = format
   }
 
-  /** The tensor behind a handle that an op returned: held by the innermost scope, or by the caller outside of scopes. */
-  static own(handle: Handle): Tensor {
-    const tensor = new Tensor(handle)
+  // Asked for when it is first wanted, since most intermediate results go from one op to the next without it.
+  get #known(): TensorInfo {
+    this.#info ??= native.info(this.handle)
+    return this.#info
+  }
+  get format(): Format {
+    this.#format ??= this.#known.format
+    return this.#format
+  }
+  get shape(): Shape {
+    return this.#known.shape
+  }
+  get bytes(): number {
+    return this.#known.bytes
+  }
+  get device(): DeviceKind {
+    return this.#known.device
+  }
+
+  /**
+   * The tensor behind a handle that an op returned: held by the innermost scope, or by the caller outside of scopes. Its
+   * format may be said by who asked for it.
+   */
+  static own(handle: Handle, format: Format | null = null): Tensor {
+    const tensor = new Tensor(handle, format)
     tensor.#hand(scopes.at(-1))
     return tensor
   }
@@ -234,9 +261,9 @@ export class Tensor implements Disposable {
       const source = straight?.version === version ? straight.tensor : this
       handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
     }
-    const twin = this.adoptTwin(handle, key, version)
+    const twin = this.adoptTwin(handle, format, key, version)
     if (this.keepsScale && scale === null && format.endsWith('/t')) {
-      const kept = new Tensor(native.scale_of(twin.handle as Handle))
+      const kept = new Tensor(native.scale_of(twin.handle), 'f32')
       kept.#retained = 1
       this.#scales.set(format, { tensor: kept, version })
     }
@@ -244,8 +271,8 @@ export class Tensor implements Disposable {
   }
 
   /** Takes a twin that a producer wrote besides this tensor. */
-  adoptTwin(handle: Handle, key: string = native.info(handle).format, version = native.version(this.handle)): Tensor {
-    const tensor = new Tensor(handle)
+  adoptTwin(handle: Handle, format: Format, key: string = format, version = native.version(this.handle)): Tensor {
+    const tensor = new Tensor(handle, format)
     tensor.#source = this
     this.#twins.set(key, { tensor, version })
     return tensor
@@ -261,8 +288,9 @@ export class Tensor implements Disposable {
     return [...this.#twins.values()].map(({ tensor }) => tensor)
   }
 
-  /** Frees the twins that nobody else holds; kept scales stay. */
+  /** Frees the twins that nobody else holds, unless it keeps them; kept scales stay. */
   dropTwins(): void {
+    if (this.keepsTwins && !this.#freed) return
     for (const key of [...this.#twins.keys()]) this.#dropTwin(key)
   }
 

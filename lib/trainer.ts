@@ -42,6 +42,11 @@ export interface TrainerOptions {
    * not finite its parameter alone stays, and the step counts as skipped though others have moved.
    */
   optimizerInBackward?: boolean
+  /**
+   * Keep quantized weights and their transposes from their first use in a step to its last micro-batch (default no): the
+   * bytes of both, instead of two passes over the weights a micro-batch.
+   */
+  cacheWeights?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
@@ -74,7 +79,7 @@ export interface StepMetrics {
 
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips'],
-  ...['optimizerInBackward', 'recompute', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -91,7 +96,7 @@ export class Trainer implements Disposable {
   skipsInARow = 0
   /** Norm of the gradients of the last step that was done. */
   lastNorm: number | null = null
-  #ledger: LedgerRow[] = []
+  #ledger: { shape: string; rows: LedgerRow[] } | null = null
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
@@ -103,6 +108,7 @@ export class Trainer implements Disposable {
       maxSkips: 10,
       recompute: 'flow' as const,
       optimizerInBackward: false,
+      cacheWeights: false,
       ...rest,
       checkpoint: checked(checkpoint),
     }
@@ -135,9 +141,9 @@ export class Trainer implements Disposable {
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
-  /** Bytes that the last micro-batch kept for backward, by op and format. */
+  /** Bytes that micro-batches of the last shape kept for backward, by op and format. */
   get ledger(): readonly LedgerRow[] {
-    return this.#ledger
+    return this.#ledger?.rows ?? []
   }
 
   /**
@@ -160,7 +166,7 @@ export class Trainer implements Disposable {
 
   /** One step: `accumulate` micro-batches, then an update, or a skip when a gradient is not finite. */
   async step(): Promise<StepMetrics> {
-    const { data, batch, accumulate, steps, schedule, clip, maxSkips, optimizerInBackward } = this.options
+    const { data, batch, accumulate, steps, schedule, clip, maxSkips, optimizerInBackward, cacheWeights } = this.options
     const { optimizer } = this
     const started = performance.now()
     const infsBefore = memory().infs
@@ -175,7 +181,9 @@ export class Trainer implements Disposable {
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
+      this.#keepTwins(cacheWeights)
       for (const micro of batches) losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+      this.#keepTwins(false)
       const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
         if (!within) optimizer.step(lr, norm.clip)
@@ -189,6 +197,7 @@ export class Trainer implements Disposable {
         norm.clip.dispose()
       }
     } finally {
+      this.#keepTwins(false)
       for (const part of losses) part.dispose()
       optimizer.dropGrads()
     }
@@ -246,11 +255,20 @@ export class Trainer implements Disposable {
       await saveCheckpoint(this, checkpoint.dir, checkpoint)
   }
 
+  #keepTwins(keeps: boolean): void {
+    if (!this.options.cacheWeights) return
+    for (const { tensor } of this.optimizer.params) {
+      tensor.keepsTwins = keeps
+      tensor.dropTwins()
+    }
+  }
+
   #forwardBackward(micro: Batch, weight: number): Tensor {
     using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
       const loss = tape.record(() => this.model.loss(...this.#tensorsOf(micro), micro.sequence, weight))
-      this.#ledger = tape.ledger()
+      const shape = `${micro.ids.length} ${micro.sequence}`
+      if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
       tape.backward(loss)
       return loss.keep()
     })

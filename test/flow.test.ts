@@ -2,10 +2,12 @@
 import { createHash } from 'node:crypto'
 import { afterEach, describe, expect, it, vi } from 'vitest'
 import {
+  AdamW,
   Block,
   build,
   type DeviceName,
   type LedgerRow,
+  LlamaForCausalLM,
   memory,
   noGrad,
   ops,
@@ -19,7 +21,7 @@ import {
 import type { BlockSizes } from '../lib/modules.ts'
 import { native } from '../lib/native.ts'
 import { devices, present } from './harness.ts'
-import { sum } from './values.ts'
+import { smallLlama, sum } from './values.ts'
 
 const D = 96
 const F = 256
@@ -196,6 +198,31 @@ describe.each(devices)('on %s', (device) => {
     using y = tape.record(() => block.forward(x, T))
     expect(y.requiresGrad).toBe(false)
     expect(tape.ledger()).toEqual([])
+  })
+
+  test.each([
+    ['bf16', 80],
+    ['coat', 180],
+  ] as const)('%s: at most %i calls of native code a layer and step', async (recipe, most) => {
+    const callsOf = (layers: number) => {
+      using model = new LlamaForCausalLM({ ...smallLlama, num_hidden_layers: layers }, { recipe, seed: 1, device })
+      using optimizer = new AdamW(model, recipes[recipe])
+      const spies = Object.entries(native).flatMap(([name, f]) =>
+        typeof f === 'function' ? [vi.spyOn(native, name as 'free')] : [],
+      )
+      using tape = new Tape()
+      scope(() => {
+        const [ids, targets] = [new Int32Array(32), new Int32Array(32)].map((ids) => Tensor.from(ids, [32], { device }))
+        tape.backward(tape.record(() => model.loss(ids as Tensor, targets as Tensor, 32, 1)))
+        const norm = optimizer.gradNorm(1)
+        optimizer.step(1e-3, norm.clip)
+        optimizer.dropGrads()
+      })
+      const count = spies.reduce((total, { mock }) => total + mock.calls.length, 0)
+      vi.restoreAllMocks()
+      return count
+    }
+    expect(callsOf(4) - callsOf(3)).toBeLessThanOrEqual(most)
   })
 
   test("flow 'save' keeps the same tensors as 'fp8', and makes copies for backward only where one is recorded", () => {

@@ -3,13 +3,14 @@ import { createHash } from 'node:crypto'
 import { mkdtempSync, rmSync } from 'node:fs'
 import { tmpdir } from 'node:os'
 import { join } from 'node:path'
-import { afterEach, describe, expect, it } from 'vitest'
+import { afterEach, describe, expect, it, vi } from 'vitest'
 import {
   adamw,
   type DeviceName,
   LlamaForCausalLM,
   memory,
   type Recipe,
+  type Recompute,
   recipes,
   type StepMetrics,
   scope,
@@ -195,6 +196,31 @@ describe.each(devices)('on %s', (device) => {
     expect(() => new Trainer(model, { data, batch: 1, steps: 1, ...within, accumulate: 4 })).toThrow(
       'accumulate is 4 and must be 1 with optimizerInBackward',
     )
+  })
+
+  test('weights that are kept quantized for the micro-batches of a step: fewer passes, the same bits, nothing left', async () => {
+    const run = async (cacheWeights: boolean, recompute: Recompute) => {
+      const [straight, turned] = [vi.spyOn(native, 'convert'), vi.spyOn(native, 'convert_transposed')]
+      using it = new Run(recipes.coat, device, { accumulate: 3, cacheWeights, recompute })
+      const weights = new Set(it.model.parameters().map(({ tensor }) => tensor.handle))
+      const of = ({ mock }: { mock: { calls: unknown[][] } }) =>
+        mock.calls.filter(([handle, , format]) => weights.has(handle as number) && format === 'e4m3/t').length
+      await it.trainer.step()
+      const live = memory().live.temp
+      const passes = [of(straight), of(turned)]
+      vi.restoreAllMocks()
+      await it.all()
+      return { passes, live, bits: await it.bits() }
+    }
+    const [layers, linears] = [2, 4]
+    const remade = await run(false, 'flow')
+    const kept = await run(true, 'flow')
+    const again = await run(true, 'layer')
+    expect(remade.passes).toEqual([3 * layers * linears, 3 * layers * linears])
+    // transposes are made of the kept twin
+    expect(kept.passes).toEqual([layers * linears, 0])
+    expect(again.passes).toEqual([layers * linears, 0])
+    for (const { bits, live } of [kept, again]) expect([bits, live]).toEqual([remade.bits, remade.live])
   })
 
   test.each(['f32', 'bf16'] as const)('gradients of micro-batches add up in %s', async (dw) => {
