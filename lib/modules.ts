@@ -510,7 +510,9 @@ export class MLP extends Module {
 
   forward(x: Tensor): Tensor {
     const activate = this.activation === 'swiglu' ? ops.swiglu : ops.gelu
-    return this.output.forward(activate(this.input.forward(x), this.formats))
+    // the wide input of the activation is freed before the next product
+    const product = scope(() => activate(this.input.forward(x), this.formats))
+    return this.output.forward(product)
   }
 }
 

@@ -80,7 +80,10 @@ export class Tape implements Disposable {
     }
   }
 
-  /** Adds one operation: `saved` are the tensors that its backward reads, kept as what they are. */
+  /**
+   * Adds one operation, whose forward is done: `saved` are the tensors that its backward reads, kept as what they are. Twins
+   * among them that are to be made again are freed.
+   */
   push(
     op: string,
     inputs: readonly Tensor[],
@@ -232,7 +235,10 @@ export class Tape implements Disposable {
     this.#saves.set(tensor, { op, purpose, count: 1, remake, made: null })
     if (remake) {
       for (const source of [...remake.sources, remake.scale]) this.#hold(source, op, purpose)
-      if (remake !== tensor.remake) remake.scale.release() // the tape alone holds it
+      if (remake !== tensor.remake) {
+        remake.scale.release() // the tape alone holds it
+        tensor.dispose()
+      }
     } else if (!tensor.persistent) {
       tensor.retain()
       native.retag(tensor.handle, purpose)

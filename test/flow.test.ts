@@ -176,6 +176,24 @@ describe.each(devices)('on %s', (device) => {
     ['coat', recipes.coat],
     ["flow 'save'", saving],
     ['bf16', recipes.bf16],
+  ] as const)('%s: besides what is kept, a layer leaves its result alone', (_, recipe) => {
+    using block = new Block(build({ recipe, device }), 'b', sizes)
+    using x = normal(M, D, 2, device)
+    noGrad(() => scope(() => void block.forward(x, T))) // makes what stays: the rotation, the scales of weights
+    x.dropTwins()
+    const before = memory().live.total
+    using tape = new Tape()
+    using y = tape.record(() => block.forward(x, T))
+    const own = [y, ...x.twins(), ...y.twins()].reduce((total, { bytes }) => total + bytes, 0)
+    const kept = tape.ledger().reduce((total, { bytes }) => total + bytes, 0)
+    const shared = recipe === recipes.bf16 ? x.bytes : (x.twins()[0]?.bytes ?? 0) // x or its twin, which is kept
+    expect(memory().live.total - before).toBe(own + kept - shared)
+  })
+
+  test.each([
+    ['coat', recipes.coat],
+    ["flow 'save'", saving],
+    ['bf16', recipes.bf16],
   ] as const)('%s: what is made again changes memory alone', async (_, recipe) => {
     const run = (recompute: Recompute) => trained(recipe, device, true, sizes, recompute)
     const [none, flow, layer] = [await run('none'), await run('flow'), await run('layer')]
