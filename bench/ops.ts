@@ -261,7 +261,7 @@ export const opCases: readonly OpCase[] = [
     op: 'attention_forward',
     sizes: attention,
     formats: { qkv: 'bf16', out: 'bf16', lse: 'f32' },
-    numbers: { causal: 1, scale: 0.125 },
+    numbers: { causal: 1, window: 0, scale: 0.125 },
     // two products with half of a [T, T] matrix
     flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 2 * B * H * T * T * D,
   },
@@ -269,7 +269,7 @@ export const opCases: readonly OpCase[] = [
     op: 'attention_backward',
     sizes: attention,
     formats: { dout: 'bf16', qkv: 'bf16', out: 'bf16', lse: 'f32', dqkv: 'bf16' },
-    numbers: { causal: 1, scale: 0.125 },
+    numbers: { causal: 1, window: 0, scale: 0.125 },
     // five of them
     flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 5 * B * H * T * T * D,
   },

@@ -28,6 +28,7 @@ const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
+  attention: ['stream', 'e4m3/g16'],
   param: ['f32', 'bf16'],
   master: ['f32', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
@@ -48,6 +49,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   },
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
   { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
+  {
+    text: "attention 'e4m3/g16' needs stream 'bf16'",
+    holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
+  },
   {
     text: 'm and v must be a pair of formats that adamw has',
     holds: ({ m, v }) =>
@@ -385,6 +390,8 @@ export interface AttentionSizes {
   /** Bias on the output projection. */
   outputBias?: boolean
   causal?: boolean
+  /** A row sees those less than `window` rows away (default 0: all). */
+  window?: number
   /** Base of the rotation, or null for none. */
   ropeTheta: number | null
   /** Standard deviation of the initial output projection. */
@@ -397,6 +404,8 @@ export class Attention extends Module {
   readonly output: Linear
   readonly sizes: AttentionSizes
   readonly stream: 'f32' | 'bf16'
+  /** Format of what is kept for backward. */
+  readonly saved: 'f32' | 'bf16' | 'e4m3/g16'
   readonly device: Device
   #rope: { sequence: number; table: Tensor } | null = null
 
@@ -405,6 +414,7 @@ export class Attention extends Module {
     const { hidden, heads, kvHeads, headDim } = sizes
     this.sizes = sizes
     this.stream = build.recipe.stream
+    this.saved = build.recipe.attention === 'stream' ? this.stream : build.recipe.attention
     this.device = build.device
     const q = heads * headDim
     const kv = kvHeads * headDim
@@ -428,9 +438,9 @@ export class Attention extends Module {
     })
   }
 
-  /** `sequence`: rows T of one sequence. */
-  forward(x: Tensor, sequence: number): Tensor {
-    const { heads, kvHeads, headDim, causal = true } = this.sizes
+  /** `sequence`: rows T of one sequence; `starts` i32 [B·T] of packed documents (`ops.documentStarts`). */
+  forward(x: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
+    const { heads, kvHeads, headDim, causal = true, window = 0 } = this.sizes
     const mixed = ops.attention(this.qkv.forward(x), {
       sequence,
       heads,
@@ -438,6 +448,11 @@ export class Attention extends Module {
       headDim,
       causal,
       rope: this.#table(sequence),
+      starts,
+      window,
+      saved: this.saved,
+      // one copy for backward and for a projection that quantizes what it reads
+      y: isScaled(this.saved) && isScaled(this.output.formats.x) ? this.saved : this.stream,
       dx: this.stream,
     })
     return this.output.forward(mixed)
@@ -543,9 +558,9 @@ export class Block extends Module {
   }
 
   /** `next`: the norm that will read the result, if it is known. What it asks for is then made with the result. */
-  forward(x: Tensor, sequence: number, next: RMSNorm | LayerNorm | null = null): Tensor {
-    return Tape.layer(x, () => {
-      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence)
+  forward(x: Tensor, sequence: number, starts: Tensor | null = null, next: RMSNorm | LayerNorm | null = null): Tensor {
+    return Tape.layer(x, starts ? [starts] : [], () => {
+      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence, starts)
       const middle = scope(() => ops.add(x, change(), this.stream, this.mlpNorm.reader))
       const reader = next?.reader ?? { formats: this.attentionNorm.formats }
       const y = scope(() => ops.add(middle, this.mlp.forward(this.mlpNorm.forward(middle)), this.stream, reader))

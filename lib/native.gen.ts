@@ -49,12 +49,12 @@ export interface NativeOps {
   gelu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
   /** dx = dy * (Phi(x) + x * phi(x)). dy [M, N], x [M, N], dx [M, N]. */
   gelu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t'): Handle
-  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T; direction -1 turns back (the gradient). table [T, D], qkv [B*T, (H+2*J)*D]. */
-  rope(table: Handle, qkv: Handle, H: number, J: number, D: number, direction: number): void
-  /** out = softmax(scale * q k^T, masked after the diagonal when causal) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H]. */
-  attention_forward(qkv: Handle, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): [out: Handle, lse: Handle]
-  /** Gradient of attention_forward for q, k and v, packed as qkv is. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
-  attention_backward(dout: Handle, qkv: Handle, out: Handle, lse: Handle, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): Handle
+  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T, less starts[m] when given; direction -1 turns back (the gradient). table [T, D], qkv [B*T, (H+2*J)*D], starts [B*T]. */
+  rope(table: Handle, qkv: Handle, starts: Handle | null, H: number, J: number, D: number, direction: number): void
+  /** out = softmax(scale * q k^T) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. A query sees the keys of its sequence, of its document when starts are given, up to itself when causal, and less than window rows away unless window is 0. qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H]. */
+  attention_forward(qkv: Handle, starts: Handle | null, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [out: Handle, lse: Handle]
+  /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv and out are rounded to bf16 first; without lse it is made again from qkv. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
+  attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle, lse: Handle | null, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): Handle
   /** y[m] = w[ids[m]]. ids [M], w [V, N], y [M, N]. */
   embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
   /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */

@@ -243,42 +243,88 @@ export interface AttentionOptions {
   causal: boolean
   /** Cosines and sines f32 [T, D] (`ropeTable`), or null for no rotation. */
   rope: Tensor | null
+  /** Where the document of each row begins, i32 [B·T] (`documentStarts`): rows see, and count positions from, their own. */
+  starts?: Tensor | null
+  /** A row sees those less than `window` rows away (default 0: all). */
+  window?: number
+  /** What is kept of qkv and of the output for backward: themselves and one f32 a head, or `e4m3/g16` copies alone. */
+  saved?: Plain | 'e4m3/g16'
+  /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
+  y?: Plain | 'e4m3/g16'
   /** Format of gradients. */
   dx: Plain
 }
 
 /**
  * Softmax attention on packed rows: qkv [B·T, (H + 2J)·D] → [B·T, H·D], J key/value heads shared by H query heads.
- * Consumes qkv: RoPE turns it in place. Keeps qkv, the output and one f32 a head.
+ * Consumes qkv: RoPE turns it in place.
  */
 export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
-  const { sequence: T, heads: H, kvHeads: J, headDim: D, rope } = options
+  const { sequence: T, heads: H, kvHeads: J, headDim: D, rope, starts = null, window = 0, saved } = options
   const scale = 1 / Math.sqrt(D)
   const causal = options.causal ? 1 : 0
-  if (rope) native.rope(rope.handle, qkv.handle, H, J, D, 1)
+  const documents = starts?.handle ?? null
+  if (rope) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
   const format = qkv.format as Plain
-  const [outHandle, lseHandle] = native.attention_forward(qkv.handle, format, T, H, J, D, causal, scale)
-  const out = Tensor.own(outHandle, format)
+  const [outHandle, lseHandle] = native.attention_forward(
+    qkv.handle,
+    documents,
+    format,
+    T,
+    H,
+    J,
+    D,
+    causal,
+    window,
+    scale,
+  )
+  let out = Tensor.own(outHandle, format)
+  if (options.y && options.y !== format) out = Tensor.own(native.convert(outHandle, null, options.y), options.y)
   const lse = Tensor.own(lseHandle)
-  recordedBy(qkv)?.push('attention', [qkv], out, [qkv, out, lse], (dout, [qkv, out, lse]) => {
-    if (!qkv || !out || !lse) return []
+  const tape = recordedBy(qkv)
+  if (!tape) return out
+  // of quantized q and k the softmax has to be normalized anew: lse is that of others
+  const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
+  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
+    if (!qkv || !out) return []
     const dqkv = native.attention_backward(
       dout.handle,
       qkv.handle,
+      documents,
       out.handle,
-      lse.handle,
+      kept.length === 3 ? (third as Tensor).handle : null,
       options.dx,
       T,
       H,
       J,
       D,
       causal,
+      window,
       scale,
     )
-    if (rope) native.rope(rope.handle, dqkv, H, J, D, -1)
+    if (rope) native.rope(rope.handle, dqkv, documents, H, J, D, -1)
     return [Tensor.own(dqkv, options.dx)]
   })
   return out
+}
+
+/**
+ * `starts` of packed documents as a tensor i32 [B·T]: the position in its sequence of `sequence` rows where the document of
+ * each row begins. Throws where a document begins after its row, or after the one before it has ended.
+ */
+export function documentStarts(starts: Int32Array, sequence: number, device: TensorOptions['device'] = 'cpu'): Tensor {
+  const wrong = starts.findIndex((start, m) => {
+    const t = m % sequence
+    return start !== t && (t === 0 || start !== starts[m - 1])
+  })
+  if (wrong >= 0)
+    throw new CoatError(
+      `documentStarts: starts[${wrong}] is ${starts[wrong]} and must be its position ${wrong % sequence}, where a document begins, or that of the row before`,
+      'value',
+      'documentStarts',
+      'starts',
+    )
+  return Tensor.from(starts, [starts.length], { device })
 }
 
 export interface RopeScaling {
@@ -394,11 +440,11 @@ export function linearCrossEntropy(
     made,
     (dloss) => {
       if (!tape.isSeed(dloss)) for (const gradient of made) native.multiply_into(gradient.handle, dloss.handle)
-      if (dx) native.retag(dx.handle, 'temp')
       return [dx, dw]
     },
-    'grad',
+    false,
   )
+  if (tape && dw) native.retag(dw.handle, 'grad')
   for (const gradient of made) gradient.dispose() // the tape alone holds them
   return loss
 }

@@ -20,13 +20,11 @@ interface Node {
   backward: Backward
 }
 
-/** What a tensor is kept as: for backward to read, or as a gradient that forward made in advance. */
-type Kept = 'saved' | 'grad'
-
 /** One tensor that backward will want: kept, or made again once from others. */
 interface Save {
   op: string
-  purpose: Kept
+  /** Whether it is `saved`: not where it is a gradient that forward made in advance. */
+  counts: boolean
   count: number
   remake: Remake | null
   made: Tensor | null
@@ -81,8 +79,8 @@ export class Tape implements Disposable {
   }
 
   /**
-   * Adds one operation, whose forward is done: `saved` are the tensors that its backward reads, kept as what they are. Twins
-   * among them that are to be made again are freed.
+   * Adds one operation, whose forward is done: `saved` are the tensors that its backward reads. They count as saved unless `counts`
+   * is false, for gradients made in advance. Twins among them that are to be made again are freed.
    */
   push(
     op: string,
@@ -90,7 +88,7 @@ export class Tape implements Disposable {
     output: Tensor,
     saved: readonly Tensor[],
     backward: Backward,
-    purpose: Kept = 'saved',
+    counts = true,
   ): void {
     output.requiresGrad = true
     if (this.#trial) {
@@ -100,7 +98,7 @@ export class Tape implements Disposable {
     if (this.#uses)
       for (const { sink, requiresGrad } of inputs)
         if (sink && requiresGrad) this.#uses.set(sink, (this.#uses.get(sink) ?? 0) + 1)
-    for (const tensor of saved) this.#hold(tensor, op, purpose)
+    for (const tensor of saved) this.#hold(tensor, op, counts)
     this.#nodes.push({
       op,
       inputs: inputs.map((input) => ({ id: input.id, sink: input.sink, wanted: input.requiresGrad })),
@@ -111,10 +109,10 @@ export class Tape implements Disposable {
   }
 
   /**
-   * f(), which reads x and gives the same bits whenever it runs. Where the tape that records recomputes layers, it keeps of
-   * f only x and its twins, and backward runs f again.
+   * f(), which reads x and `more` and gives the same bits whenever it runs. Where the tape that records recomputes layers, it
+   * keeps of f only what f reads, x with its twins, and backward runs f again.
    */
-  static layer(x: Tensor, f: () => Tensor): Tensor {
+  static layer(x: Tensor, more: readonly Tensor[], f: () => Tensor): Tensor {
     const tape = current
     if (tape?.recompute !== 'layer') return f()
     const trial = new Tape({ recompute: 'none' })
@@ -122,7 +120,7 @@ export class Tape implements Disposable {
     trial.#trial = leaves
     const y = trial.record(f)
     if (y.requiresGrad) {
-      tape.push('layer', [x, ...leaves], y, [x, ...x.twins()], (dy) => {
+      tape.push('layer', [x, ...leaves], y, [x, ...x.twins(), ...more], (dy) => {
         using again = new Tape()
         again.#uses = null
         tape.#gradients.set(again.record(f).id, dy.retain())
@@ -141,8 +139,8 @@ export class Tape implements Disposable {
   /** Bytes kept for backward now, by op and format; they add up to `memory().live.saved`. */
   ledger(): LedgerRow[] {
     const rows = new Map<string, LedgerRow>()
-    for (const [tensor, { op, purpose, remake }] of this.#saves) {
-      if (remake || tensor.persistent || purpose !== 'saved') continue
+    for (const [tensor, { op, counts, remake }] of this.#saves) {
+      if (remake || tensor.persistent || !counts) continue
       const key = `${op} ${tensor.format}`
       const row = rows.get(key) ?? { op, format: tensor.format, tensors: 0, bytes: 0 }
       row.tensors += 1
@@ -224,7 +222,7 @@ export class Tape implements Disposable {
     this.dispose()
   }
 
-  #hold(tensor: Tensor, op: string, purpose: Kept): void {
+  #hold(tensor: Tensor, op: string, counts: boolean): void {
     const known = this.#saves.get(tensor)
     if (known) {
       known.count += 1
@@ -232,16 +230,16 @@ export class Tape implements Disposable {
     }
     const wanted = this.recompute !== 'none' && !tensor.persistent
     const remake = wanted ? (tensor.remake ?? this.#remakeOfTwin(tensor)) : null
-    this.#saves.set(tensor, { op, purpose, count: 1, remake, made: null })
+    this.#saves.set(tensor, { op, counts, count: 1, remake, made: null })
     if (remake) {
-      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op, purpose)
+      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op, counts)
       if (remake !== tensor.remake) {
         remake.scale.release() // the tape alone holds it
         tensor.dispose()
       }
     } else if (!tensor.persistent) {
       tensor.retain()
-      native.retag(tensor.handle, purpose)
+      if (counts) native.retag(tensor.handle, 'saved')
     }
   }
 
@@ -273,7 +271,7 @@ export class Tape implements Disposable {
       for (const source of [...save.remake.sources, save.remake.scale]) this.#drop(source)
     } else if (!tensor.persistent) {
       tensor.release()
-      if (save.purpose === 'saved' && !tensor.disposed) native.retag(tensor.handle, 'temp')
+      if (save.counts && !tensor.disposed) native.retag(tensor.handle, 'temp')
     }
   }
 }

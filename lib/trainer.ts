@@ -4,7 +4,7 @@ import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } 
 import type { Batch, Dataset } from './data.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage } from './native.ts'
-import { ignoreIndex } from './ops.ts'
+import { documentStarts, ignoreIndex } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
@@ -18,7 +18,7 @@ export interface TrainableModel extends Module {
   readonly config?: object
   readonly device: Device
   /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts?: Tensor | null): Tensor
 }
 
 export interface TrainerOptions {
@@ -231,7 +231,7 @@ export class Trainer implements Disposable {
     let tokens = 0
     for (const part of data.validation(sequences, batch)) {
       const count = counted(part.targets)
-      const loss = noGrad(() => scope(() => this.model.loss(...this.#tensorsOf(part), part.sequence, 1))).keep()
+      const loss = noGrad(() => scope(() => this.#loss(part, 1))).keep()
       sum += await loss.item()
       tokens += count
       loss.dispose()
@@ -266,17 +266,19 @@ export class Trainer implements Disposable {
   #forwardBackward(micro: Batch, weight: number): Tensor {
     using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
-      const loss = tape.record(() => this.model.loss(...this.#tensorsOf(micro), micro.sequence, weight))
-      const shape = `${micro.ids.length} ${micro.sequence}`
+      const loss = tape.record(() => this.#loss(micro, weight))
+      const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
       if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
       tape.backward(loss)
       return loss.keep()
     })
   }
 
-  #tensorsOf({ ids, targets }: Batch): [Tensor, Tensor] {
+  #loss({ ids, targets, sequence, starts }: Batch, weight: number): Tensor {
     const { device } = this.model
-    return [Tensor.from(ids, [ids.length], { device }), Tensor.from(targets, [targets.length], { device })]
+    const [inputs, labels] = [ids, targets].map((values) => Tensor.from(values, [values.length], { device }))
+    const documents = starts ? documentStarts(starts, sequence, device) : null
+    return this.model.loss(inputs as Tensor, labels as Tensor, sequence, weight, documents)
   }
 
   async #skipped(norms: Tensor, maxSkips: number): Promise<void> {

@@ -166,6 +166,7 @@ describe.each(devices)('on %s', (device) => {
     using tape = new Tape()
     using recorded = tape.record(run)
     expect(memory().tensors).toBe(before + 3) // the losses and dx
+    expect([memory().live.saved, tape.ledger()]).toEqual([0, []])
     expect(await recorded.item()).toBe(await loss.item())
     expect(() => ops.linearCrossEntropy(x, w, targets, 1, { format: 'f32', dw: 'f32', chunk: 0 })).toThrow(
       'linearCrossEntropy: chunk is 0 and must be an integer of at least 1',

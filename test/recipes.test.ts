@@ -28,6 +28,7 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
+  [{ ...recipes.fp32, attention: 'e4m3/g16' }, /attention 'e4m3\/g16' needs stream 'bf16'/],
   [{ ...recipes.coat, v: 'f32' }, /m and v must be a pair of formats that adamw has; received/],
   [{ ...recipes.fp32, master: 'f32' }, /param 'f32' takes no master/],
   [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
@@ -60,7 +61,7 @@ it('refuses a model that cannot be', () => {
   expect(make({ num_key_value_heads: 3 })).toThrow(/num_key_value_heads is 3 and must divide num_attention_heads = 4/)
   expect(make({ hidden_size: 66 })).toThrow(/hidden_size is 66 and must give an even head size/)
   expect(make({ vocab_size: 0 })).toThrow(/vocab_size is 0 and must be an integer of at least 1/)
-  expect(make({ model_type: 'gpt2' })).toThrow(/model_type is gpt2 and must be llama, qwen2 or olmo/)
+  expect(make({ model_type: 'gpt2' })).toThrow(/model_type is gpt2 and must be llama, mistral, qwen2 or olmo/)
   expect(make({ rope_scaling: { type: 'linear' } })).toThrow(/rope_scaling is .* not supported/)
   expect(make({ rope_parameters: { rope_type: 'llama3' } })).toThrow(
     /rope_parameters is \{"rope_type":"llama3"\} and is not supported: its rope_type must be 'default'/,
@@ -73,6 +74,26 @@ it('refuses a model that cannot be', () => {
 it('reads the rotation of newer configs', () => {
   using model = new LlamaForCausalLM({ ...config, rope_parameters: { rope_theta: 5e5 } }, { recipe: 'fp32' })
   expect(model.config.rope_theta).toBe(5e5)
+})
+
+it('reads the windows of Mistral and Qwen2', () => {
+  const windows = (change: object) => {
+    using model = new LlamaForCausalLM({ ...config, ...change }, { recipe: 'fp32' })
+    return model.layers.map(({ attention }) => attention.sizes.window)
+  }
+  expect(windows({ sliding_window: 7 })).toEqual([0, 0])
+  expect(windows({ model_type: 'mistral', sliding_window: 7 })).toEqual([7, 7])
+  expect(windows({ model_type: 'mistral', sliding_window: null })).toEqual([0, 0])
+  const qwen = { model_type: 'qwen2', sliding_window: 7, max_window_layers: 1 }
+  expect(windows(qwen)).toEqual([0, 0])
+  expect(windows({ ...qwen, use_sliding_window: true })).toEqual([0, 7])
+  const layer_types = ['sliding_attention', 'full_attention']
+  expect(windows({ ...qwen, use_sliding_window: true, layer_types })).toEqual([7, 0])
+  expect(() => windows({ model_type: 'mistral', sliding_window: 0 })).toThrow(/sliding_window is 0 and must be/)
+  expect(() => windows({ layer_types: ['full_attention'] })).toThrow(/layer_types is .* for each of 2 layers/)
+  expect(() => windows({ layer_types: ['full_attention', 'none'] })).toThrow(
+    /layer_types is .* must hold full_attention/,
+  )
 })
 
 it('starts every recipe from the same values', async () => {

@@ -237,6 +237,39 @@ it('what is made again in backward changes memory, not the result', async () => 
   expect(layer.saved).toBeLessThan(flow.saved)
 })
 
+it('documents of a batch are as if each were alone', async () => {
+  const [T, second] = [32, 11]
+  const ids = Int32Array.from({ length: T }, (_, i) => (i * 37) % 256)
+  const targets = ids.map((id) => (id + 1) % 256)
+  const starts = ids.map((_, t) => (t < second ? 0 : second))
+  const step = async (batches: readonly Batch[]) => {
+    using model = new LlamaForCausalLM(config, { recipe: 'fp32', seed: 1 })
+    const data = { sequence: T, batch: (i: number) => batches[i] as Batch, validation: () => [] }
+    using trainer = new Trainer(model, {
+      data,
+      batch: 1,
+      accumulate: batches.length,
+      steps: 1,
+      optimizer: { lr: 0.01 },
+    })
+    return await trainer.step()
+  }
+  const part = (from: number, to: number): Batch => ({
+    ids: ids.slice(from, to),
+    targets: targets.slice(from, to),
+    sequence: to - from,
+  })
+  const packed = await step([{ ...part(0, T), starts }])
+  const alone = await step([part(0, second), part(second, T)])
+  const joined = await step([part(0, T)])
+  expect(packed.loss).toBeCloseTo(alone.loss, 5)
+  expect(packed.gradNorm).toBeCloseTo(alone.gradNorm, 5)
+  expect(Math.abs(packed.gradNorm - joined.gradNorm)).toBeGreaterThan(1e-4)
+  await expect(step([{ ...part(0, T), starts: starts.map((start) => start + 1) }])).rejects.toThrow(
+    'documentStarts: starts[0] is 1 and must be its position 0, where a document begins, or that of the row before',
+  )
+})
+
 it('refuses what it does not know', () => {
   using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
   const make = (options: object) => () => new Trainer(model, { data, batch: 4, steps: 1, ...options })

@@ -72,6 +72,7 @@ export type Scalar =
   | 'scale'
   | 'seed'
   | 'weight'
+  | 'window'
 export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
   | (
@@ -91,7 +92,7 @@ export type Name =
       | 'qkv'
       | 'rstd'
     )
-  | ('table' | 'targets' | 'w' | 'x' | 'y')
+  | ('starts' | 'table' | 'targets' | 'w' | 'x' | 'y')
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */
 export type Given = Record<Letter | Hyper | Scalar | 'std', number> & Record<Name, Values> & Record<List, Values[]>
 

@@ -1,4 +1,4 @@
-// Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
+// Llama and its relatives (Llama 2 and 3, Mistral's windows, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
 import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
@@ -12,7 +12,7 @@ import { type Device, type DeviceName, scope, Tensor } from '../tensor.ts'
 
 /** The fields of a Hugging Face config.json that matter here. */
 export interface LlamaConfig {
-  model_type?: 'llama' | 'qwen2' | 'olmo'
+  model_type?: 'llama' | 'mistral' | 'qwen2' | 'olmo'
   hidden_size: number
   intermediate_size: number
   num_hidden_layers: number
@@ -30,6 +30,12 @@ export interface LlamaConfig {
   attention_bias?: boolean
   mlp_bias?: boolean
   hidden_act?: 'silu' | 'gelu'
+  /** Keys that a token sees, itself included: in all layers of Mistral; of Qwen2 with `use_sliding_window` in those from `max_window_layers` on. */
+  sliding_window?: number | null
+  use_sliding_window?: boolean
+  max_window_layers?: number
+  /** `full_attention` or `sliding_attention` layer by layer, where newer configs say it. */
+  layer_types?: string[]
   initializer_range?: number
 }
 
@@ -41,7 +47,9 @@ export interface ModelOptions {
   seed?: number
 }
 
-function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling' | 'rope_parameters'>> {
+type Unchecked = 'rope_scaling' | 'rope_parameters' | 'use_sliding_window' | 'max_window_layers' | 'layer_types'
+
+function checked(config: LlamaConfig): Required<Omit<LlamaConfig, Unchecked>> {
   const fail = (name: keyof LlamaConfig, rule: string): never => {
     const value = typeof config[name] === 'object' ? JSON.stringify(config[name]) : config[name]
     throw new CoatError(`config: ${name} is ${value} and ${rule}`, 'config', 'LlamaForCausalLM', name)
@@ -71,9 +79,18 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
     attention_bias: config.attention_bias ?? config.model_type === 'qwen2',
     mlp_bias: config.mlp_bias ?? false,
     hidden_act: config.hidden_act ?? 'silu',
+    sliding_window: slidingWindow(config),
     initializer_range: config.initializer_range ?? 0.02,
   }
-  if (!['llama', 'qwen2', 'olmo'].includes(full.model_type)) fail('model_type', 'must be llama, qwen2 or olmo')
+  if (!['llama', 'mistral', 'qwen2', 'olmo'].includes(full.model_type))
+    fail('model_type', 'must be llama, mistral, qwen2 or olmo')
+  if (full.sliding_window !== null && !(Number.isSafeInteger(full.sliding_window) && full.sliding_window >= 1))
+    fail('sliding_window', 'must be an integer of at least 1, or null')
+  const types = config.layer_types
+  if (types && types.length !== full.num_hidden_layers)
+    fail('layer_types', `must have an entry for each of ${full.num_hidden_layers} layers`)
+  if (types?.some((type) => type !== 'full_attention' && type !== 'sliding_attention'))
+    fail('layer_types', 'must hold full_attention and sliding_attention only')
   if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
   if (config.rope_scaling) fail('rope_scaling', 'is not supported: it must be null')
   if ((rotation.rope_type ?? 'default') !== 'default')
@@ -88,6 +105,19 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
   if (full.num_attention_heads % full.num_key_value_heads !== 0)
     fail('num_key_value_heads', `must divide num_attention_heads = ${full.num_attention_heads}`)
   return full
+}
+
+// The window where a model has one, with what transformers takes when the file does not say.
+function slidingWindow({ model_type, sliding_window, use_sliding_window }: LlamaConfig): number | null {
+  const used = model_type === 'mistral' || (model_type === 'qwen2' && use_sliding_window)
+  return used ? (sliding_window === undefined ? 4096 : sliding_window) : null
+}
+
+/** The window of layer `i`, 0 for none. */
+function windowOf(config: LlamaConfig, i: number): number {
+  const first = config.model_type === 'qwen2' ? (config.max_window_layers ?? 28) : 0
+  const slides = config.layer_types ? config.layer_types[i] === 'sliding_attention' : i >= first
+  return slides ? (slidingWindow(config) ?? 0) : 0
 }
 
 /** A decoder with a language-model head, tied to the embedding or not. */
@@ -130,6 +160,7 @@ export class LlamaForCausalLM extends Module {
           qkvBias: full.attention_bias,
           outputBias: full.attention_bias && full.model_type === 'llama',
           ropeTheta: full.rope_theta,
+          window: windowOf(config, i),
           inner: full.intermediate_size,
           activation: full.hidden_act === 'silu' ? 'swiglu' : 'gelu',
           bias: full.mlp_bias,
@@ -143,17 +174,20 @@ export class LlamaForCausalLM extends Module {
       : new Linear(built, 'lm_head', { inputs: hidden, outputs: full.vocab_size, std, plain: true })
   }
 
-  /** Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. */
-  forward(ids: Tensor, sequence: number): Tensor {
+  /**
+   * Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. With `starts` i32 [B·T]
+   * (`ops.documentStarts`) a sequence holds several documents, each as if it were alone.
+   */
+  forward(ids: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
     const formats = linearFormats(this.recipe, { plain: true })
-    return scope(() => ops.linear(this.#hidden(ids, sequence), this.#headWeight, null, formats))
+    return scope(() => ops.linear(this.#hidden(ids, sequence, starts), this.#headWeight, null, formats))
   }
 
   /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor {
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
     const { stream: format, dw } = this.recipe
     return scope(() =>
-      ops.linearCrossEntropy(this.#hidden(ids, sequence), this.#headWeight, targets, weight, { format, dw }),
+      ops.linearCrossEntropy(this.#hidden(ids, sequence, starts), this.#headWeight, targets, weight, { format, dw }),
     )
   }
 
@@ -162,7 +196,7 @@ export class LlamaForCausalLM extends Module {
   }
 
   /** What the head reads: [B·T, hidden] in the stream's format. */
-  #hidden(ids: Tensor, sequence: number): Tensor {
+  #hidden(ids: Tensor, sequence: number, starts: Tensor | null): Tensor {
     const { stream, dw } = this.recipe
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
@@ -174,7 +208,7 @@ export class LlamaForCausalLM extends Module {
     return scope(() => {
       let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
       for (const [i, layer] of this.layers.entries()) {
-        const y = layer.forward(x, sequence, this.layers[i + 1]?.attentionNorm ?? this.norm)
+        const y = layer.forward(x, sequence, starts, this.layers[i + 1]?.attentionNorm ?? this.norm)
         x.dispose()
         x = y
       }
@@ -311,7 +345,12 @@ function unneeded(name: string, model: LlamaForCausalLM): boolean {
   return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
 }
 
-const architectures = { llama: 'LlamaForCausalLM', qwen2: 'Qwen2ForCausalLM', olmo: 'OlmoForCausalLM' }
+const architectures = {
+  llama: 'LlamaForCausalLM',
+  mistral: 'MistralForCausalLM',
+  qwen2: 'Qwen2ForCausalLM',
+  olmo: 'OlmoForCausalLM',
+}
 
 function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
   let best = 0

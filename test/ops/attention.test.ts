@@ -2,7 +2,7 @@
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
 import { checkGradient, checkOp, own, read, tensor } from '../harness.ts'
-import { type Given, largest, Random, sum, valuesOf } from '../values.ts'
+import { type Given, largest, Random, valuesOf } from '../values.ts'
 
 /** Views of packed rows: q(b, h, t, i), k and v by the head that h reads. */
 function parts({ qkv, T, H, J, D }: Given) {
@@ -14,6 +14,14 @@ function parts({ qkv, T, H, J, D }: Given) {
     k: (b: number, h: number, t: number, i: number) => at(b, t, H + shared(h), i),
     v: (b: number, h: number, t: number, i: number) => at(b, t, H + J + shared(h), i),
   }
+}
+
+/** The positions whose keys query t of sequence b sees. */
+function seen({ T, starts, causal, window }: Given, b: number, t: number): number[] {
+  const start = (s: number) => (starts ? starts(b * T + s) : 0)
+  const near = (s: number) => window === 0 || Math.abs(t - s) < window
+  const all = Array.from({ length: causal ? t + 1 : T }, (_, s) => s)
+  return all.filter((s) => near(s) && start(s) === start(t))
 }
 
 /** The sum of n products, and of their magnitudes. */
@@ -28,19 +36,23 @@ function dot(n: number, a: (i: number) => number, b: (i: number) => number): [nu
 }
 
 function forward(given: Given) {
-  const { B, T, H, D, causal, scale } = given
+  const { B, T, H, D, scale } = given
   const { q, k, v } = parts(given)
   const [out, outSize] = [new Float64Array(B * T * H * D), new Float64Array(B * T * H * D)]
   const [lse, lseSize] = [new Float64Array(B * T * H), new Float64Array(B * T * H)]
   for (let b = 0; b < B; b++)
     for (let h = 0; h < H; h++)
       for (let t = 0; t < T; t++) {
-        const keys = causal ? t + 1 : T
-        const scores = Float64Array.from(
-          { length: keys },
-          (_, s) => scale * sum(D, (i) => q(b, h, t, i) * k(b, h, s, i)),
+        const keys = seen(given, b, t)
+        const products = keys.map((s) =>
+          dot(
+            D,
+            (i) => q(b, h, t, i),
+            (i) => k(b, h, s, i),
+          ),
         )
-        const size = largest(keys, (s) => Math.abs(scale) * sum(D, (i) => Math.abs(q(b, h, t, i) * k(b, h, s, i))))
+        const scores = Float64Array.from(products, ([product]) => scale * product)
+        const size = largest(keys.length, (n) => Math.abs(scale) * (products[n] as [number, number])[1])
         const top = Math.max(...scores)
         const total = Math.log(scores.reduce((all, score) => all + Math.exp(score - top), 0))
         const row = (b * T + t) * H + h
@@ -48,8 +60,13 @@ function forward(given: Given) {
         lseSize[row] = size + total
         const p = scores.map((score) => Math.exp(score - top - total))
         for (let i = 0; i < D; i++) {
-          out[row * D + i] = sum(keys, (s) => (p[s] as number) * v(b, h, s, i))
-          outSize[row * D + i] = (1 + size) * sum(keys, (s) => (p[s] as number) * Math.abs(v(b, h, s, i))) + 1e-30
+          const [total, magnitude] = dot(
+            keys.length,
+            (n) => p[n] as number,
+            (n) => v(b, h, keys[n] as number, i),
+          )
+          out[row * D + i] = total
+          outSize[row * D + i] = (1 + size) * magnitude + 1e-30
         }
       }
   return {
@@ -60,9 +77,10 @@ function forward(given: Given) {
   }
 }
 
-/** From q, k, v and dout alone; `out` and `lse` as the op is given them enter through p and delta. */
+/** From q, k, v and dout alone; `out`, and `lse` where the op is given it, enter through p and delta. */
 function backward(given: Given) {
-  const { B, T, H, J, D, dout, out, lse, causal, scale } = given
+  const { B, T, H, J, D, dout, out, scale } = given
+  const lse = given.lse ?? forward(given).lse
   const { q, k, v } = parts(given)
   const width = (H + 2 * J) * D
   const [dqkv, sizes] = [new Float64Array(B * T * width), new Float64Array(B * T * width)]
@@ -77,7 +95,7 @@ function backward(given: Given) {
         const row = b * T + t
         const dy = (i: number) => dout(row * H * D + h * D + i)
         const [delta, deltaSize] = dot(D, dy, (i) => out(row * H * D + h * D + i))
-        for (let s = 0; s < (causal ? t + 1 : T); s++) {
+        for (const s of seen(given, b, t)) {
           const [qk, qkSize] = dot(
             D,
             (i) => q(b, h, t, i),
@@ -100,28 +118,37 @@ function backward(given: Given) {
   return { dqkv: valuesOf(dqkv, width), '|dqkv|': valuesOf(sizes.map((size) => size + 1e-30)) }
 }
 
+// Documents of many lengths, others in every sequence.
+const startOf = (b: number, t: number) =>
+  Math.max(...[0, 1 + b, 2 + b, 19, 48, 49, 64, 96 - 7 * b].filter((s) => s <= t))
+
 describe('attention', () => {
   const both = [0, 1].flatMap((causal) => [
-    { B: 1, T: 1, H: 1, J: 1, D: 1, causal, scale: 1 },
-    { B: 2, T: 17, H: 8, J: 8, D: 8, causal, scale: 0.35 },
-    { B: 1, T: 63, H: 8, J: 2, D: 16, causal, scale: 0.25 },
-    { B: 1, T: 65, H: 8, J: 1, D: 33, causal, scale: 0.17 },
-    { B: 1, T: 127, H: 9, J: 3, D: 8, causal, scale: 0.35 },
-    { B: 1, T: 129, H: 2, J: 1, D: 64, causal, scale: 0.125 },
+    { B: 1, T: 1, H: 1, J: 1, D: 1, causal, window: 0, scale: 1 },
+    { B: 2, T: 17, H: 8, J: 8, D: 8, causal, window: 1, scale: 0.35 },
+    { B: 1, T: 63, H: 8, J: 2, D: 16, causal, window: 7, scale: 0.25 },
+    { B: 2, T: 65, H: 8, J: 1, D: 33, causal, window: 64, scale: 0.17 },
+    { B: 1, T: 127, H: 9, J: 3, D: 8, causal, window: 0, scale: 0.35 },
+    { B: 1, T: 129, H: 2, J: 1, D: 64, causal, window: 33, scale: 0.125 },
   ])
-  const sizes = [{ B: 0, T: 3, H: 2, J: 1, D: 4, causal: 1, scale: 1 }, ...both]
-  const data = { qkv: (random: Random) => random.normal(), dout: (random: Random) => random.normal() }
+  const sizes = [{ B: 0, T: 3, H: 2, J: 1, D: 4, causal: 1, window: 0, scale: 1 }, ...both]
+  const data = {
+    qkv: (random: Random) => random.normal(),
+    dout: (random: Random) => random.normal(),
+    starts: (_: Random, { T }: { T: number }, m: number) => startOf(Math.floor(m / T), m % T),
+  }
   checkOp('attention_forward', { exact: false, sizes, data, reference: forward })
-  // lse above that of forward, so that p does not overflow
+  // lse above that of forward, so that p does not overflow; quantized inputs are rounded to bf16
   checkOp('attention_backward', {
     exact: false,
     sizes,
     data: { ...data, lse: (random) => 6 + random.uniform() },
+    slack: ({ qkv, out }) => (qkv === 'e4m3/g16' || out === 'e4m3/g16' ? 2 ** -7 : 1e-6),
     reference: backward,
   })
   for (const causal of [0, 1])
     checkGradient(`attention, causal ${causal}`, {
-      numbers: { B: 1, T: 4, H: 4, J: 2, D: 2, N: 8, causal, scale: 0.6 },
+      numbers: { B: 1, T: 4, H: 4, J: 2, D: 2, N: 8, causal, window: 3, scale: 0.6 },
       inputs: { qkv: [4, 16] },
       forward: (given) => forward(given).out,
       backward: (given) => backward({ ...given, ...forward(given) }),
@@ -138,9 +165,9 @@ describe('attention', () => {
     D: number,
   ) => {
     const x = tensor(format, [qkv.length / ((H + 2 * J) * D), (H + 2 * J) * D], qkv)
-    const [out, lse] = own(native.attention_forward(x, format, T, H, J, D, 1, 0.3))
+    const [out, lse] = own(native.attention_forward(x, null, format, T, H, J, D, 1, 0, 0.3))
     const dy = tensor(format, [dout.length / (H * D), H * D], dout)
-    const dx = own(native.attention_backward(dy, x, out, lse, format, T, H, J, D, 1, 0.3))
+    const dx = own(native.attention_backward(dy, x, null, out, lse, format, T, H, J, D, 1, 0, 0.3))
     return { out: await read(out), dx: await read(dx) }
   }
   const random = new Random(9)
@@ -189,10 +216,10 @@ describe('attention', () => {
 
   it('J must divide H, and T be at least 1', () => {
     const x = tensor('f32', [3, 14], new Float32Array(42))
-    expect(() => native.attention_forward(x, 'f32', 3, 3, 2, 2, 0, 1)).toThrow(
+    expect(() => native.attention_forward(x, null, 'f32', 3, 3, 2, 2, 0, 0, 1)).toThrow(
       'attention_forward: J is 2 and must divide H = 3',
     )
     const none = tensor('f32', [0, 14], [])
-    expect(() => native.attention_forward(none, 'f32', 0, 3, 2, 2, 0, 1)).toThrow(/^attention_forward: /)
+    expect(() => native.attention_forward(none, null, 'f32', 0, 3, 2, 2, 0, 0, 1)).toThrow(/^attention_forward: /)
   })
 })
