@@ -205,6 +205,33 @@ export const opCases: readonly OpCase[] = [
     expect: { result: 'y', value: (i, values) => at(values, 'y', i) + at(values, 'x', i) },
   },
   {
+    op: 'multiply_into',
+    sizes: rows,
+    formats: { y: 'bf16', factor: 'f32' },
+    expect: { result: 'y', value: (i, values) => at(values, 'y', i) * at(values, 'factor', 0) },
+  },
+  {
+    op: 'slice',
+    sizes: { N: 4096, R: 2048 },
+    formats: { x: 'f32', y: 'f32' },
+    numbers: { from: 1 },
+    expect: { result: 'y', value: (i, values) => at(values, 'x', i + 1) },
+  },
+  {
+    op: 'slice_rows',
+    sizes: { ...rows, R: 2048 },
+    formats: { x: 'bf16', y: 'bf16' },
+    numbers: { from: 1 },
+    expect: { result: 'y', value: (i, values, { N = 1 }) => at(values, 'x', i + N) },
+  },
+  {
+    op: 'place_rows',
+    sizes: { ...rows, R: 2048 },
+    formats: { y: 'bf16', x: 'bf16' },
+    numbers: { to: 0 },
+    expect: { result: 'y', value: (i, values, { R = 1, N = 1 }) => at(values, i < R * N ? 'x' : 'y', i) },
+  },
+  {
     op: 'column_sum',
     sizes: rows,
     formats: { x: 'bf16', y: 'f32' },

@@ -299,6 +299,12 @@ void check_rotation(int64_t D, int64_t direction) {
   if (direction != 1 && direction != -1) fail("value", "direction", "direction is ", direction, " and must be 1 or -1");
 }
 
+void check_slice(const char* argument, int64_t first, int64_t count, int64_t size) {
+  if (first < 0 || first > size - count)
+    fail("value", argument, argument, " is ", first, " and must be from 0 to ", size - count, ", since ", count, " of ",
+         size, " are meant");
+}
+
 void check_flat(const char* argument, const std::vector<Tensor>& states) {
   for (const Tensor& t : states)
     if (t.format.scaling == Scaling::run && t.shape.rows() != 1)

@@ -136,6 +136,7 @@ class Contract {
 void check_row_not_empty(const Tensor& x, const char* argument = "x");
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window);
 void check_rotation(int64_t D, int64_t direction);
+void check_slice(const char* argument, int64_t first, int64_t count, int64_t size);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].
 void check_flat(const char* argument, const std::vector<Tensor>& states);
 // How an optimizer rounds its parameters: the positions of the words of `rounding`.

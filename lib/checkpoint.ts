@@ -9,6 +9,7 @@ import type { Recipe } from './recipes.ts'
 import { Replacement } from './replace.ts'
 import { type Dtype, readSafetensors, type Stored, type TensorSource, writeSafetensors } from './safetensors.ts'
 import type { Schedule } from './schedule.ts'
+import type { Recompute } from './tape.ts'
 import type { Format, Tensor } from './tensor.ts'
 
 /** Of what a folder holds; another one is refused. */
@@ -35,10 +36,13 @@ export interface Checkpointed {
     readonly clip: number
     readonly steps: number
     readonly schedule: Schedule
+    readonly recompute: Recompute
+    readonly optimizerInBackward: boolean
   }
   batches: number
   skippedSteps: number
   skipsInARow: number
+  lastNorm: number | null
 }
 
 /** What was loaded. */
@@ -57,6 +61,8 @@ interface Facts {
   batches: number
   skippedSteps: number
   skipsInARow: number
+  /** Clips the next step where that is done within backward. */
+  lastNorm?: number | null
   data: DataState | null
   settings: Record<string, unknown>
 }
@@ -177,6 +183,7 @@ export async function loadCheckpoint(
     trainer.batches = facts.batches
     trainer.skippedSteps = facts.skippedSteps
     trainer.skipsInARow = facts.skipsInARow
+    trainer.lastNorm = facts.lastNorm ?? null
     return { folder, step: facts.step, warnings }
   }
   throw new CoatError(
@@ -246,7 +253,7 @@ async function rotate(dir: string, newest: string, keep: number): Promise<void> 
 }
 
 function factsOf(trainer: Checkpointed): Facts {
-  const { optimizer, options, batches, skippedSteps, skipsInARow } = trainer
+  const { optimizer, options, batches, skippedSteps, skipsInARow, lastNorm } = trainer
   // 0, 1, 3, 7, … and the last step tell schedules apart that differ anywhere
   const places = Array.from({ length: 53 }, (_, i) => 2 ** i - 1).filter((place) => place < options.steps)
   return {
@@ -255,6 +262,7 @@ function factsOf(trainer: Checkpointed): Facts {
     batches,
     skippedSteps,
     skipsInARow,
+    lastNorm,
     data: options.data.state?.() ?? null,
     settings: settingsOf(trainer, [...places, options.steps - 1]),
   }
@@ -264,12 +272,15 @@ function factsOf(trainer: Checkpointed): Facts {
 function settingsOf({ model, optimizer, options }: Checkpointed, places: readonly number[]): Record<string, unknown> {
   const { recipe, config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
-  const { batch, accumulate, clip, steps, data, schedule } = options
+  const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
   const { position: __, ...order } = { position: 0, sequence: data.sequence, ...data.state?.() }
   const factors = Object.fromEntries(places.map((place) => [place, schedule(place, steps)]))
   const rounding = optimizer.options.rounding ?? recipe.rounding
   const all = { recipe, model: config, optimizer: { ...rest, rounding }, batch, accumulate, clip, steps }
-  return Object.fromEntries(flat({ ...all, data: order, schedule: factors }))
+  // what is made again from a copy differs from what was there by the copy's rounding
+  const kept = recipe.flow === 'save' && recipe.saved !== recipe.stream ? { remade: recompute !== 'none' } : {}
+  const update = optimizerInBackward ? { optimizerInBackward } : {}
+  return Object.fromEntries(flat({ ...all, ...kept, ...update, data: order, schedule: factors }))
 }
 
 function flat(value: object, before = ''): [string, unknown][] {

@@ -73,7 +73,7 @@ export {
   writeSafetensors,
 } from './safetensors.ts'
 export { constant, cosine, type Schedule } from './schedule.ts'
-export { type LedgerRow, noGrad, Tape } from './tape.ts'
+export { type LedgerRow, noGrad, type Recompute, Tape } from './tape.ts'
 export {
   type Device,
   type DeviceName,

@@ -2,7 +2,7 @@
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
-import { addGradient } from './tape.ts'
+import { addGradient, Tape } from './tape.ts'
 import {
   type Device,
   type DeviceName,
@@ -26,6 +26,7 @@ const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   dy: ['f32', 'bf16', 'e5m2/t'],
   scale: ['current'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
+  flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
   attention: ['stream', 'e4m3/g16'],
   param: ['f32', 'bf16'],
@@ -134,6 +135,8 @@ export class Param implements GradientSink, Disposable {
   readonly decay: boolean
   readonly parts: readonly Part[]
   grad: Tensor | null = null
+  /** Called in backward when `grad` is whole and the tensor may change. */
+  onComplete: (() => void) | null = null
 
   constructor(build: Build, name: string, options: ParamOptions) {
     this.name = name
@@ -177,6 +180,10 @@ export class Param implements GradientSink, Disposable {
   accumulate(gradient: Tensor): void {
     this.grad = addGradient(this.grad, gradient)
     native.retag(this.grad.handle, 'grad')
+  }
+
+  complete(): void {
+    this.onComplete?.()
   }
 
   dropGrad(): void {
@@ -311,8 +318,15 @@ export function linearFormats(
   return { ...operands, y: options.result ?? stream, dx: stream, dw }
 }
 
-function normFormats({ saved, x, stream, dw }: Recipe, plain: boolean): ops.NormFormats {
-  return plain ? { x: stream, y: stream, dx: stream, dw } : { x: saved, y: x, dx: stream, dw }
+// What nonlinear ops read and keep.
+function nonlinear({ saved, flow, x, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
+  return { x: flow === 'save' ? stream : saved, saved, y: x }
+}
+
+function normFormats(recipe: Recipe, plain: boolean): ops.NormFormats {
+  const { stream, dw } = recipe
+  const read = plain ? { x: stream, saved: stream, y: stream } : nonlinear(recipe)
+  return { ...read, dx: stream, dw }
 }
 
 /** RMSNorm over rows [M, size]; the weight is f32. `plain`: input and result keep the stream's format, as before the head. */
@@ -326,6 +340,10 @@ export class RMSNorm extends Module {
     this.eps = options.eps
     this.formats = normFormats(build.recipe, options.plain ?? false)
     this.weight = new Param(build, `${name}.weight`, normParam(options.size, 1))
+  }
+
+  get reader(): ops.Reader {
+    return { formats: this.formats, rms: { w: this.weight.tensor, eps: this.eps } }
   }
 
   forward(x: Tensor): Tensor {
@@ -347,6 +365,10 @@ export class LayerNorm extends Module {
     this.formats = normFormats(build.recipe, options.plain ?? false)
     this.weight = affine ? new Param(build, `${name}.weight`, normParam(options.size, 1)) : null
     this.bias = affine ? new Param(build, `${name}.bias`, normParam(options.size, 0)) : null
+  }
+
+  get reader(): ops.Reader {
+    return { formats: this.formats }
   }
 
   forward(x: Tensor): Tensor {
@@ -474,10 +496,10 @@ export class MLP extends Module {
   constructor(build: Build, name: string, sizes: MLPSizes) {
     super()
     const { hidden, inner } = sizes
-    const { saved, x, dy } = build.recipe
+    const read = nonlinear(build.recipe)
     const gated = sizes.activation === 'swiglu'
     this.activation = sizes.activation
-    this.formats = { x: saved, y: x, dx: dy }
+    this.formats = { ...read, dx: build.recipe.dy }
     const parts = (kind: string): Part[] =>
       gated
         ? [
@@ -489,7 +511,7 @@ export class MLP extends Module {
       inputs: hidden,
       outputs: gated ? 2 * inner : inner,
       bias: sizes.bias ?? false,
-      result: saved,
+      result: read.x,
       parts: parts('weight'),
       biasParts: parts('bias'),
     })
@@ -503,7 +525,9 @@ export class MLP extends Module {
 
   forward(x: Tensor): Tensor {
     const activate = this.activation === 'swiglu' ? ops.swiglu : ops.gelu
-    return this.output.forward(activate(this.input.forward(x), this.formats))
+    // the wide input of the activation is freed before the next product
+    const product = scope(() => activate(this.input.forward(x), this.formats))
+    return this.output.forward(product)
   }
 }
 
@@ -523,27 +547,26 @@ export class Block extends Module {
   readonly mlpNorm: RMSNorm | LayerNorm
   readonly mlp: MLP
   readonly stream: 'f32' | 'bf16'
-  readonly twin: Format
 
   constructor(build: Build, name: string, sizes: BlockSizes) {
     super()
     this.stream = build.recipe.stream
-    this.twin = build.recipe.saved
     this.attentionNorm = normOf(build, `${name}.${sizes.normNames[0]}`, sizes)
     this.attention = new Attention(build, `${name}.self_attn`, sizes)
     this.mlpNorm = normOf(build, `${name}.${sizes.normNames[1]}`, sizes)
     this.mlp = new MLP(build, `${name}.mlp`, sizes)
   }
 
-  forward(x: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
-    const middle = scope(() => this.#add(x, this.attention.forward(this.attentionNorm.forward(x), sequence, starts)))
-    const y = scope(() => this.#add(middle, this.mlp.forward(this.mlpNorm.forward(middle))))
-    middle.dispose()
-    return y
-  }
-
-  #add(x: Tensor, change: Tensor): Tensor {
-    return ops.add(x, change, this.stream, this.twin)
+  /** `next`: the norm that will read the result, if it is known. What it asks for is then made with the result. */
+  forward(x: Tensor, sequence: number, starts: Tensor | null = null, next: RMSNorm | LayerNorm | null = null): Tensor {
+    return Tape.layer(x, starts ? [starts] : [], () => {
+      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence, starts)
+      const middle = scope(() => ops.add(x, change(), this.stream, this.mlpNorm.reader))
+      const reader = next?.reader ?? { formats: this.attentionNorm.formats }
+      const y = scope(() => ops.add(middle, this.mlp.forward(this.mlpNorm.forward(middle)), this.stream, reader))
+      middle.dispose()
+      return y
+    })
   }
 }
 

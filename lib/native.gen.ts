@@ -21,8 +21,16 @@ export interface NativeOps {
   add(a: Handle, b: Handle, y: 'f32' | 'bf16', twin: 'e4m3/g16' | null): [y: Handle, twin: Handle | null]
   /** y = y + x, summed in FP32. y […], x […]. */
   add_into(y: Handle, x: Handle): void
+  /** y = y * factor. y […], factor [1]. */
+  multiply_into(y: Handle, factor: Handle): void
   /** y[n] = sum over m of x[m, n], FP32 partial sums fixed by shape: the gradient of a bias. x [M, N], y [N]. */
   column_sum(x: Handle, y: 'f32' | 'bf16'): Handle
+  /** y = R elements of x, the first of them x[from]. x [N], y [R]. */
+  slice(x: Handle, y: 'f32' | 'bf16' | 'i32', from: number, R: number): Handle
+  /** y = R rows of x, the first of them x[from]. x [M, N], y [R, N]. */
+  slice_rows(x: Handle, y: 'f32' | 'bf16', from: number, R: number): Handle
+  /** Rows of y become those of x, the first of them y[to]. y [M, N], x [R, N]. */
+  place_rows(y: Handle, x: Handle, to: number): void
   /** y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), row by row; scale, if given, is the per-tensor scale of y. x [M, N], w [N], scale [1], y [M, N], rstd [M]. */
   rmsnorm_forward(x: Handle, w: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, rstd: Handle]
   /** dx = rstd * (w * dy - xhat * mean(w * dy * xhat)), dw = sum over rows of dy * xhat, xhat = x * rstd. dy [M, N], x [M, N], w [N], rstd [M], dx [M, N], dw [N]. */

@@ -8,7 +8,7 @@ import { documentStarts, ignoreIndex } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
-import { type LedgerRow, noGrad, Tape } from './tape.ts'
+import { type LedgerRow, noGrad, type Recompute, recomputes, Tape } from './tape.ts'
 import { type Device, memory, resetPeak, scope, Tensor } from './tensor.ts'
 
 /** What the trainer needs of a model. */
@@ -38,6 +38,19 @@ export interface TrainerOptions {
   maxSkips?: number
   /** Called as the parts of a step are queued, to tell their times apart. */
   phase?: (part: Phase) => void
+  /**
+   * Update each parameter in backward, as soon as its gradient is complete, and free the gradient then (default no); needs
+   * `accumulate` 1. Gradients are clipped by the norm of the step before, in the first step each by its own; where one is
+   * not finite its parameter alone stays, and the step counts as skipped though others have moved.
+   */
+  optimizerInBackward?: boolean
+  /**
+   * Keep quantized weights and their transposes from their first use in a step to its last micro-batch (default no): the
+   * bytes of both, instead of two passes over the weights a micro-batch.
+   */
+  cacheWeights?: boolean
+  /** What backward makes again instead of keeping it (default `flow`). */
+  recompute?: Recompute
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -59,7 +72,7 @@ export interface StepMetrics {
   tokensPerSecond: number
   /** Milliseconds of this step. */
   time: number
-  /** Whether the update was skipped because a gradient was not finite: nothing changed then. */
+  /** Whether the update was skipped because a gradient was not finite: nothing changed then, but see `optimizerInBackward`. */
   skipped: boolean
   /** Skipped updates so far. */
   skippedSteps: number
@@ -70,16 +83,8 @@ export interface StepMetrics {
 }
 
 const known = [
-  'data',
-  'batch',
-  'accumulate',
-  'steps',
-  'optimizer',
-  'schedule',
-  'clip',
-  'maxSkips',
-  'phase',
-  'checkpoint',
+  ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips', 'phase'],
+  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -94,7 +99,9 @@ export class Trainer implements Disposable {
   skippedSteps = 0
   /** Skipped steps since the last that was done. */
   skipsInARow = 0
-  #ledger: LedgerRow[] = []
+  /** Norm of the gradients of the last step that was done. */
+  lastNorm: number | null = null
+  #ledger: { shape: string; rows: LedgerRow[] } | null = null
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
@@ -105,6 +112,9 @@ export class Trainer implements Disposable {
       clip: 1,
       maxSkips: 10,
       phase: () => {},
+      recompute: 'flow' as const,
+      optimizerInBackward: false,
+      cacheWeights: false,
       ...rest,
       checkpoint: checked(checkpoint),
     }
@@ -118,14 +128,28 @@ export class Trainer implements Disposable {
         )
     if (!(full.clip >= 0))
       throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
+    if (!recomputes.includes(full.recompute))
+      throw new CoatError(
+        `Trainer: recompute is ${full.recompute} and must be one of ${recomputes.join(', ')}`,
+        'value',
+        'Trainer',
+        'recompute',
+      )
+    if (full.optimizerInBackward && full.accumulate > 1)
+      throw new CoatError(
+        `Trainer: accumulate is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
+        'value',
+        'Trainer',
+        'accumulate',
+      )
     this.model = model
     this.options = full
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
-  /** Bytes that the last micro-batch kept for backward, by op and format. */
+  /** Bytes that micro-batches of the last shape kept for backward, by op and format. */
   get ledger(): readonly LedgerRow[] {
-    return this.#ledger
+    return this.#ledger?.rows ?? []
   }
 
   /**
@@ -148,7 +172,7 @@ export class Trainer implements Disposable {
 
   /** One step: `accumulate` micro-batches, then an update, or a skip when a gradient is not finite. */
   async step(): Promise<StepMetrics> {
-    const { data, batch, accumulate, steps, schedule, clip, maxSkips } = this.options
+    const { data, batch, accumulate, steps, schedule, clip, maxSkips, optimizerInBackward, cacheWeights } = this.options
     const { optimizer } = this
     const started = performance.now()
     const infsBefore = memory().infs
@@ -161,12 +185,15 @@ export class Trainer implements Disposable {
     let gradNorm = 0
     let skip = false
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
+      this.#keepTwins(cacheWeights)
       for (const micro of batches) losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+      this.#keepTwins(false)
       this.#begin('update')
-      const norm = optimizer.gradNorm(clip)
+      const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
-        optimizer.step(lr, norm.clip)
+        if (!within) optimizer.step(lr, norm.clip)
         this.#begin('end')
         for (const part of losses) loss += await part.item()
         gradNorm = await norm.norm.item()
@@ -178,6 +205,7 @@ export class Trainer implements Disposable {
         norm.clip.dispose()
       }
     } finally {
+      this.#keepTwins(false)
       for (const part of losses) part.dispose()
       optimizer.dropGrads()
     }
@@ -185,6 +213,7 @@ export class Trainer implements Disposable {
     if (!skip) {
       optimizer.advance()
       this.skipsInARow = 0
+      this.lastNorm = gradNorm
     }
     const time = performance.now() - started
     const usage = memory()
@@ -234,12 +263,21 @@ export class Trainer implements Disposable {
       await saveCheckpoint(this, checkpoint.dir, checkpoint)
   }
 
+  #keepTwins(keeps: boolean): void {
+    if (!this.options.cacheWeights) return
+    for (const { tensor } of this.optimizer.params) {
+      tensor.keepsTwins = keeps
+      tensor.dropTwins()
+    }
+  }
+
   #forwardBackward(micro: Batch, weight: number): Tensor {
-    using tape = new Tape()
+    using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
       this.#begin('forward')
       const loss = tape.record(() => this.#loss(micro, weight))
-      this.#ledger = tape.ledger()
+      const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
+      if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
       this.#begin('backward')
       tape.backward(loss)
       return loss.keep()

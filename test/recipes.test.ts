@@ -23,6 +23,7 @@ it.each<[unknown, RegExp]>([
   ['toString', /'toString' is unknown/],
   [{ ...recipes.coat, mm: 'f32' }, /axis 'mm' is unknown; the axes are x, w, dy/],
   [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/t', 'e4m3\/g64'/],
+  [{ ...recipes.coat, flow: 'paper' }, /flow is 'paper' and must be one of 'fp8', 'save'/],
   [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
@@ -36,6 +37,11 @@ it.each<[unknown, RegExp]>([
   const attempt = () => recipe(which as Recipe)
   expect(attempt).toThrow(CoatError)
   expect(attempt).toThrow(text)
+})
+
+it("coat-paper is the paper's flow; coat-bf16 differs from coat in parameters alone", () => {
+  expect(recipes['coat-paper']).toEqual({ ...recipes.coat, flow: 'fp8' })
+  expect(recipes['coat-bf16']).toEqual({ ...recipes.coat, param: 'bf16', rounding: 'stochastic' })
 })
 
 it('state: 8 bytes a parameter in fp32, at most 2.2 in coat, 12 with the master of bf16', () => {

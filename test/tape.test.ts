@@ -141,9 +141,7 @@ describe('a tied weight and a residual get the sum of their gradients', () => {
     using targets = Tensor.from(Int32Array.of(0, 1, 2), [3])
     {
       using tape = new Tape()
-      using loss = tape.record(() =>
-        scope(() => ops.crossEntropy(ops.add(x.tensor, x.tensor, 'f32', 'f32'), targets, 1)),
-      )
+      using loss = tape.record(() => scope(() => ops.crossEntropy(ops.add(x.tensor, x.tensor, 'f32'), targets, 1)))
       tape.backward(loss)
     }
     using doubled = Tensor.from(

@@ -228,6 +228,24 @@ it('a batch without any counted token changes nothing but counts as a step of lo
   model.dispose()
 })
 
+it('what is made again in backward changes memory, not the result', async () => {
+  const run = async (recompute: 'none' | 'flow' | 'layer') => {
+    const { model, trainer: it } = trainer('coat', { recompute, steps: 3 })
+    const metrics = await all(it.run())
+    const state = await stateOf(model, it)
+    it.dispose()
+    model.dispose()
+    return { state, losses: metrics.map(({ loss }) => loss), saved: metrics.at(-1)?.memory.peak.saved as number }
+  }
+  const [none, flow, layer] = [await run('none'), await run('flow'), await run('layer')]
+  for (const other of [none, layer]) {
+    expect(other.losses).toEqual(flow.losses)
+    expect(other.state).toBe(flow.state)
+  }
+  expect(flow.saved).toBeLessThan(none.saved)
+  expect(layer.saved).toBeLessThan(flow.saved)
+})
+
 it('documents of a batch are as if each were alone', async () => {
   const [T, second] = [32, 11]
   const ids = Int32Array.from({ length: T }, (_, i) => (i * 37) % 256)
@@ -266,6 +284,7 @@ it('refuses what it does not know', () => {
   const make = (options: object) => () => new Trainer(model, { data, batch: 4, steps: 1, ...options })
   expect(make({ step: 3 })).toThrow(/Trainer: option 'step' is unknown; the options are data, batch/)
   expect(make({ batch: 0 })).toThrow(/batch is 0 and must be an integer of at least 1/)
+  expect(make({ recompute: 'all' })).toThrow(/recompute is all and must be one of none, flow, layer/)
   expect(make({ clip: -1 })).toThrow(/clip is -1 and must be at least 0/)
   expect(make({ optimizer: { learningRate: 1 } })).toThrow(/adamw: option 'learningRate' is unknown/)
   expect(make({ optimizer: { betas: [0.9, 1] } })).toThrow(/betas\[1\] is 1 and must be at least 0 and less than 1/)

@@ -75,7 +75,23 @@ export type Scalar =
   | 'window'
 export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
-  | ('a' | 'b' | 'bias' | 'clip' | 'dloss' | 'dout' | 'dy' | 'ids' | 'logits' | 'lse' | 'mean' | 'out' | 'qkv' | 'rstd')
+  | (
+      | 'a'
+      | 'b'
+      | 'bias'
+      | 'clip'
+      | 'dloss'
+      | 'dout'
+      | 'dy'
+      | 'factor'
+      | 'ids'
+      | 'logits'
+      | 'lse'
+      | 'mean'
+      | 'out'
+      | 'qkv'
+      | 'rstd'
+    )
   | ('starts' | 'table' | 'targets' | 'w' | 'x' | 'y')
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */
 export type Given = Record<Letter | Hyper | Scalar | 'std', number> & Record<Name, Values> & Record<List, Values[]>

@@ -1,7 +1,7 @@
 // Llama and its relatives (Llama 2 and 3, Mistral's windows, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
-import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
+import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
@@ -179,6 +179,24 @@ export class LlamaForCausalLM extends Module {
    * (`ops.documentStarts`) a sequence holds several documents, each as if it were alone.
    */
   forward(ids: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
+    const formats = linearFormats(this.recipe, { plain: true })
+    return scope(() => ops.linear(this.#hidden(ids, sequence, starts), this.#headWeight, null, formats))
+  }
+
+  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
+    const { stream: format, dw } = this.recipe
+    return scope(() =>
+      ops.linearCrossEntropy(this.#hidden(ids, sequence, starts), this.#headWeight, targets, weight, { format, dw }),
+    )
+  }
+
+  get #headWeight(): Tensor {
+    return (this.head?.weight ?? this.embedding).tensor
+  }
+
+  /** What the head reads: [B·T, hidden] in the stream's format. */
+  #hidden(ids: Tensor, sequence: number, starts: Tensor | null): Tensor {
     const { stream, dw } = this.recipe
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
@@ -189,20 +207,13 @@ export class LlamaForCausalLM extends Module {
       )
     return scope(() => {
       let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
-      for (const layer of this.layers) {
-        const next = layer.forward(x, sequence, starts)
+      for (const [i, layer] of this.layers.entries()) {
+        const y = layer.forward(x, sequence, starts, this.layers[i + 1]?.attentionNorm ?? this.norm)
         x.dispose()
-        x = next
+        x = y
       }
-      const y = this.norm.forward(x)
-      if (this.head) return this.head.forward(y)
-      return ops.linear(y, this.embedding.tensor, null, { x: stream, w: stream, dy: stream, y: stream, dx: stream, dw })
+      return this.norm.forward(x)
     })
-  }
-
-  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
-    return scope(() => ops.crossEntropy(this.forward(ids, sequence, starts), targets, weight))
   }
 
   /** Continues a prompt by `count` tokens: greedy at temperature 0, else sampled with `seed`. */
