@@ -47,9 +47,10 @@ export interface ModelOptions {
   seed?: number
 }
 
-type Unchecked = 'rope_scaling' | 'rope_parameters' | 'use_sliding_window' | 'max_window_layers' | 'layer_types'
+type Windows = 'sliding_window' | 'use_sliding_window' | 'max_window_layers' | 'layer_types'
+type Checked = Required<Omit<LlamaConfig, 'rope_scaling' | 'rope_parameters' | Windows>> & { sliding_window?: number }
 
-function checked(config: LlamaConfig): Required<Omit<LlamaConfig, Unchecked>> {
+function checked(config: LlamaConfig): Checked {
   const fail = (name: keyof LlamaConfig, rule: string): never => {
     const value = typeof config[name] === 'object' ? JSON.stringify(config[name]) : config[name]
     throw new CoatError(`config: ${name} is ${value} and ${rule}`, 'config', 'LlamaForCausalLM', name)
@@ -63,6 +64,7 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, Unchecked>> {
     'vocab_size',
   ] as const)
     if (!Number.isSafeInteger(config[name]) || config[name] < 1) fail(name, 'must be an integer of at least 1')
+  const window = slidingWindow(config)
   const full = {
     model_type: config.model_type ?? 'llama',
     hidden_size: config.hidden_size,
@@ -79,12 +81,12 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, Unchecked>> {
     attention_bias: config.attention_bias ?? config.model_type === 'qwen2',
     mlp_bias: config.mlp_bias ?? false,
     hidden_act: config.hidden_act ?? 'silu',
-    sliding_window: slidingWindow(config),
+    ...(window === null ? {} : { sliding_window: window }),
     initializer_range: config.initializer_range ?? 0.02,
   }
   if (!['llama', 'mistral', 'qwen2', 'olmo'].includes(full.model_type))
     fail('model_type', 'must be llama, mistral, qwen2 or olmo')
-  if (full.sliding_window !== null && !(Number.isSafeInteger(full.sliding_window) && full.sliding_window >= 1))
+  if (window !== null && !(Number.isSafeInteger(window) && window >= 1))
     fail('sliding_window', 'must be an integer of at least 1, or null')
   const types = config.layer_types
   if (types && types.length !== full.num_hidden_layers)
