@@ -132,6 +132,8 @@ class Contract {
 
 // Rules of single ops that formats and letters cannot say. Both backends ask before they change anything.
 void check_row_not_empty(const Tensor& x, const char* argument = "x");
+// What is changed in place must not be what is read at the same time.
+void check_apart(const char* argument, const Tensor& changed, const Tensor& read);
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J);
 void check_rotation(int64_t D, int64_t direction);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].

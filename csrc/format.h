@@ -73,6 +73,13 @@ COAT_HD float scale_for(const Range& range) {
   return scale < kMinNormal ? kMinNormal : scale;
 }
 
+// The scale for a tensor of which only the largest |x| is known; NaN and Inf stand for the largest finite number.
+template <class Code>
+COAT_HD float scale_from_amax(float amax) {
+  const uint32_t a = bits_of(amax) & 0x7fffffffu;
+  return scale_for<Code>(Range{a < 0x7f800000u ? a : bits_of(kLargest), 0});
+}
+
 // ---- views: open(b) -> what load needs of block b; seal(b, range) -> what store needs; store = put what is scaled
 // ----
 

@@ -174,6 +174,10 @@ export class Param implements GradientSink, Disposable {
     native.retag(this.grad.handle, 'grad')
   }
 
+  get held(): Tensor | null {
+    return this.grad?.exclusive ? this.grad : null
+  }
+
   dropGrad(): void {
     this.grad?.release()
     this.grad = null

@@ -30,7 +30,8 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
 export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
-  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y))
+  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0])
+  if (isScaled(formats.dy)) y.gradientFormat = formats.dy
   w.dropTwins()
   recordedBy(x, w, b)?.push('linear', [x, w, ...(b ? [b] : [])], y, [xq, w], (dy, [xq, w]) => {
     if (!xq || !w) return []
@@ -38,23 +39,28 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
     const scaled = isScaled(formats.dy)
     let dx: Tensor | null = null
     if (x.requiresGrad) {
-      const product = scaled
-        ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx)
-        : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx)
+      const wanted = x.gradientFormat ? 'f32' : null
+      const [product, amax] = scaled
+        ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)
+        : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx, wanted)
       dx = Tensor.own(product)
+      if (amax !== null) dx.adoptAmax(amax)
       w.dropTwins()
     }
     let dw: Tensor | null = null
     if (w.requiresGrad) {
-      const product = scaled
-        ? native.matmul_nt(
-            dyq.as(formats.dy, { transposed: true }).handle,
-            xq.as(formats.x, { transposed: true }).handle,
-            null,
-            formats.dw,
-          )
-        : native.matmul_tn(dyq.handle, xq.handle, formats.dw)
-      dw = Tensor.own(product)
+      const left = scaled ? dyq.as(formats.dy, { transposed: true }).handle : dyq.handle
+      const right = scaled ? xq.as(formats.x, { transposed: true }).handle : xq.handle
+      const held = w.sink?.held
+      if (held) {
+        const add = scaled ? native.matmul_nt_into : native.matmul_tn_into
+        add(held.handle, left, right)
+      } else {
+        const [product] = scaled
+          ? native.matmul_nt(left, right, null, formats.dw, null)
+          : native.matmul_tn(left, right, formats.dw, null)
+        dw = Tensor.own(product)
+      }
     }
     const db = b?.requiresGrad ? Tensor.own(native.column_sum(dy.as(formats.dx).handle, formats.dw)) : null
     return [dx, dw, db]

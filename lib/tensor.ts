@@ -80,6 +80,8 @@ export type { Bytes, MemoryUsage }
 /** Receives the gradients of a tensor that outlives the tape: a parameter. */
 export interface GradientSink {
   accumulate(gradient: Tensor): void
+  /** A gradient that it has and nobody else holds: an op may add to it in place instead of making another. */
+  readonly held?: Tensor | null
 }
 
 /** How backward makes a `/t` tensor again instead of keeping it: in one pass from `sources` and its scale, in the same bits. */
@@ -120,6 +122,8 @@ export class Tensor implements Disposable {
   /** Lives as long as its module or optimizer: the tape reads it without holding it. */
   persistent = false
   remake: Remake | null = null
+  /** The scaled format in which the op that made this tensor will read its gradient. */
+  gradientFormat: Format | null = null
   /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
   keepsScale = false
 
@@ -130,6 +134,7 @@ export class Tensor implements Disposable {
   #freed = false
   #twins = new Map<string, Twin>()
   #scales = new Map<Format, Twin>()
+  #amax: Twin | null = null
 
   private constructor(handle: Handle) {
     const info = native.info(handle)
@@ -183,6 +188,10 @@ export class Tensor implements Disposable {
     }
   }
 
+  static #retain(handle: Handle): Tensor {
+    return new Tensor(handle).retain()
+  }
+
   static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
     return Tensor.from(new Float32Array(shape.reduce((product, size) => product * size, 1)), shape, options)
   }
@@ -200,7 +209,8 @@ export class Tensor implements Disposable {
 
   /**
    * This tensor in another format, made once and shared by all who ask; it dies with this tensor, or when this tensor
-   * changes. `transposed`: [M, N] becomes [N, M]. A `/t` twin and its transpose share one scale, hence their codes.
+   * changes. `transposed`: [M, N] becomes [N, M]. A `/t` twin and its transpose share one scale, hence their codes; it is
+   * measured, unless the tensor carries its largest magnitude.
    */
   as(format: FloatFormat, options: { transposed?: boolean } = {}): Tensor {
     const transposed = options.transposed ?? false
@@ -220,11 +230,8 @@ export class Tensor implements Disposable {
       handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
     }
     const twin = this.adoptTwin(handle, key, version)
-    if (this.keepsScale && scale === null && format.endsWith('/t')) {
-      const kept = new Tensor(native.scale_of(twin.handle as Handle))
-      kept.#retained = 1
-      this.#scales.set(format, { tensor: kept, version })
-    }
+    if (this.keepsScale && scale === null && format.endsWith('/t'))
+      this.#scales.set(format, { tensor: Tensor.#retain(native.scale_of(twin.handle)), version })
     return twin
   }
 
@@ -234,6 +241,12 @@ export class Tensor implements Disposable {
     tensor.#source = this
     this.#twins.set(key, { tensor, version })
     return tensor
+  }
+
+  /** Takes the largest |x| of this tensor, f32 [1], from a producer that knows it: the scale of a `/t` twin. */
+  adoptAmax(handle: Handle): void {
+    this.#amax?.tensor.release()
+    this.#amax = { tensor: Tensor.#retain(handle), version: native.version(this.handle) }
   }
 
   /** The tensor of which this one is a twin. */
@@ -348,6 +361,8 @@ export class Tensor implements Disposable {
     this.dropTwins()
     for (const { tensor } of this.#scales.values()) tensor.release()
     this.#scales.clear()
+    this.#amax?.tensor.release()
+    this.#amax = null
     this.remake?.scale.dispose()
     this.remake = null
     native.free(this.handle)
@@ -364,11 +379,13 @@ export class Tensor implements Disposable {
   }
   #scaleOf(format: Format, version: number): Handle | null {
     const kept = this.#scales.get(format)
-    if (!kept) return null
-    if (kept.version === version) return kept.tensor.handle
+    if (kept?.version === version) return kept.tensor.handle
     this.#scales.delete(format)
-    kept.tensor.release()
-    return null
+    kept?.tensor.release()
+    if (this.#amax?.version !== version || (format !== 'e4m3/t' && format !== 'e5m2/t')) return null
+    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format))
+    this.#scales.set(format, { tensor, version })
+    return tensor.handle
   }
 }
 

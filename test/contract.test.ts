@@ -110,14 +110,14 @@ describe('refusals name op, argument, value and rule', () => {
       'shape',
       'b',
       'matmul_nt: b f32[5, 7] must have K = 8, as in a f32[3, 8]',
-      () => native.matmul_nt(f32(3, 8), f32(5, 7), null, 'f32'),
+      () => native.matmul_nt(f32(3, 8), f32(5, 7), null, 'f32', null),
     ],
     [
       'formats that do not go together',
       'format',
       'a',
       'matmul_nt: a f32, b bf16 is not a combination of this op, which has: f32, f32; bf16, bf16; e4m3/t, e4m3/t; e5m2/t, e4m3/t',
-      () => native.matmul_nt(f32(2, 2), bf16(2, 2), null, 'f32'),
+      () => native.matmul_nt(f32(2, 2), bf16(2, 2), null, 'f32', null),
     ],
     [
       'formats of members of lists that do not go together',

@@ -55,9 +55,7 @@ Writer::Writer(const Tensor& y, const Tensor& scale, bool floored)
 void Writer::measure(const float* x, int64_t count) {
   Range range;
   for (int64_t i = 0; i < count; ++i) range.add(x[i]);
-  uint32_t seen = max_.load(std::memory_order_relaxed);
-  while (seen < range.max && !max_.compare_exchange_weak(seen, range.max, std::memory_order_relaxed)) {
-  }
+  raise(max_, range.max);
 }
 
 void Writer::seal() {

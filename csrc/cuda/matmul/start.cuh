@@ -89,7 +89,7 @@ void multiply(const Call& call, Views<Y...> list) {
   sums.format = F32::format();
   rooms[2].emplace(call.M * width * 4);
   sums.data = rooms[2]->as<uint8_t>();
-  const Result plain{call.M, call.N, nullptr, nullptr, nullptr, false, false};
+  const Result plain{call.M, call.N};
   start_shape<A, B, AlongA, AlongB>(Start<F32>{call, a, b, plan, plain, F32(sums), sums.data, width, apart});
   add_splits(call, rooms[2]->as<float>(), plan.splits, apart);
 }
