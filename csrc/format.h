@@ -160,6 +160,13 @@ struct Runs : Scaled<Code, std::conditional_t<N == 16, uint16_t, float>> {
   }
 };
 
+// One f32 scale a block of N x N of a matrix; the last ones of its rows and columns may be short.
+template <class Code, DType Type, int N>
+struct Blocks : Runs<Code, Type, N> {
+  static constexpr Format format() { return {Type, Scaling::block, N}; }
+  using Runs<Code, Type, N>::Runs;
+};
+
 // Dynamic range expansion (COAT section 3.2): x is stored as sign(x) * (|x| / centre)^k / scale, in runs of N over the
 // flat tensor, with k = floor(16 log2(max^2 / 2) / log2 R) / 16, 1/16 <= k <= 64, R = MX / MN over the non-zero |x|.
 template <class Code, DType Type, int N>
@@ -310,6 +317,7 @@ using E4M3G16 = Runs<E4M3, DType::e4m3, 16>;
 using E4M3G64 = Runs<E4M3, DType::e4m3, 64>;
 using E4M3G128 = Runs<E4M3, DType::e4m3, 128>;
 using E4M3G256 = Runs<E4M3, DType::e4m3, 256>;
+using E4M3B128 = Blocks<E4M3, DType::e4m3, 128>;
 using E4M3X64 = Expanded<E4M3, DType::e4m3, 64>;
 using E4M3X128 = Expanded<E4M3, DType::e4m3, 128>;
 using E4M3X256 = Expanded<E4M3, DType::e4m3, 256>;

@@ -2,7 +2,7 @@
 import type { AnyFormat, Handle } from './native.gen.ts'
 import { type Bytes, CoatError, type DeviceKind, type MemoryUsage, native, type Purpose } from './native.ts'
 
-/** A format word: `dtype[/t | /gN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
+/** A format word: `dtype[/t | /gN | /bN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
 export type Format = AnyFormat
 /** Formats of numbers, as against ids. */
 export type FloatFormat = Exclude<Format, 'i32'>

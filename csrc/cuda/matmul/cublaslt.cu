@@ -151,8 +151,8 @@ bool multiply_by_cublaslt(const Call& call) {
   if (chosen < 0) return false;
   const Library& lib = library();
   if (!lib.handle) fail("baseline", "a", "cuBLASLt is not there");
-  if (call.bias || call.amax || call.y.format.scaling != Scaling::none)
-    fail("baseline", "y", "cuBLASLt is compared without bias and amax and with y in f32 and bf16 only");
+  if (call.bias || call.amax || call.y.format.scaling != Scaling::none || call.a.format.run != 0)
+    fail("baseline", "y", "cuBLASLt is compared without bias, amax and runs, and with y in f32 and bf16 only");
   if (!prepared.fits(call)) prepared.prepare(call);
   if (chosen >= prepared.found)
     fail("baseline", "a", "cuBLASLt has ", prepared.found, " suggestions, so none with number ", chosen);

@@ -9,6 +9,9 @@ namespace coat::cuda {
 constexpr int kHalf = 128;               // columns of y that a warpgroup finishes at a time
 constexpr uint32_t kStagingTile = 8192;  // 64 rows of 128 bytes
 
+// The first of a thread's two rows of 64, by its warp of the warpgroup; the other is 8 below.
+__device__ inline int row_of(int warp, int lane) { return 16 * warp + lane / 4; }
+
 // 64 rows of y and 128 columns, as a warpgroup holds them: lane l of warp w has rows 16 w + l / 4 and 8 below, and of
 // every 8 columns the two from 2 (l % 4) on. Element (row or 8 below, column 8 j + 2 (l % 4) + e) is s[4 j + 2 down +
 // e].
@@ -25,7 +28,7 @@ struct Finish {
 
   // To row m on, and column n on of p; in what is written these columns begin `shift` further.
   __device__ void operator()(float (&s)[64], int64_t m, int64_t n, int64_t shift) const {
-    const int64_t row = m + 16 * warp + lane / 4;
+    const int64_t row = m + row_of(warp, lane);
 #pragma unroll
     for (int i = 0; i < 64; ++i) s[i] *= scale;
     if (p.bias) {
@@ -128,7 +131,7 @@ struct Finish {
                    static_cast<uint16_t>(encode_pair<Code>(s[4 * j + 2 * down], s[4 * j + 2 * down + 1])));
     send(m, n, shift, 1);
   }
-  __device__ int line(int down) const { return 16 * warp + lane / 4 + 8 * down; }
+  __device__ int line(int down) const { return row_of(warp, lane) + 8 * down; }
 
   // Element by element, where lines of y do not begin on 16-byte boundaries.
   __device__ void directly(const float (&s)[64], int64_t row, int64_t n) const {

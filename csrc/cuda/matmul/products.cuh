@@ -28,6 +28,9 @@ void multiply_f32(const Call& call);
 void multiply_bf16(const Call& call);
 void multiply_e4m3(const Call& call);
 void multiply_e5m2(const Call& call);
+// e4m3 with a scale a run of 128 along K by e4m3 with a scale a block of 128 x 128, or a run too.
+void multiply_runs_by_blocks(const Call& call);
+void multiply_runs_by_runs(const Call& call);
 // Returns whether products of this thread are to be made by cuBLASLt; then this one is.
 bool multiply_by_cublaslt(const Call& call);
 
