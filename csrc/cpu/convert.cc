@@ -17,12 +17,32 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y, bool floo
       y, scale, rows, cols, kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
 }
 
+// Block by block: each is read whole before its scale is known.
+void convert_to_blocks(const Tensor& x, const Tensor& y) {
+  const E4M3B128 view(y);
+  constexpr int64_t kSide = E4M3B128::run;
+  const int64_t M = y.shape.rows(), N = y.shape.cols(), across = (N + kSide - 1) / kSide;
+  parallel(blocks_of(y.format, y.shape), 1, [&](int64_t b, int64_t) {
+    const int64_t m0 = b / across * kSide, m1 = std::min(M, m0 + kSide);
+    const int64_t n0 = b % across * kSide, n1 = std::min(N, n0 + kSide), width = n1 - n0;
+    std::vector<float> values((m1 - m0) * width);
+    for (int64_t m = m0; m < m1; ++m) read(x, m * N + n0, m * N + n1, values.data() + (m - m0) * width);
+    Range range;
+    for (const float value : values) range.add(value);
+    const auto sealed = view.seal(b, range);
+    for (int64_t m = m0; m < m1; ++m)
+      for (int64_t n = n0; n < n1; ++n) view.store(m * N + n, sealed, values[(m - m0) * width + n - n0]);
+  });
+}
+
 }  // namespace
 
 void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale)
     std::memcpy(y.data, x.data, bytes_of(x.format, x.shape));
+  else if (y.format.scaling == Scaling::block)
+    convert_to_blocks(x, y);
   else
     requantize(x, args.scale, y, false);
 }

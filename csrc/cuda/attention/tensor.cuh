@@ -155,8 +155,8 @@ struct HeadTile {
 };
 
 // Sums [64, 2 * Count] of a warpgroup: a lane holds of each 8 columns two neighbours of two rows, 8 rows apart.
-__device__ inline int row_of(int thread, int down) { return thread / 32 * 16 + thread % 32 / 4 + 8 * down; }
-__device__ inline int column_of(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
+__device__ inline int sum_row(int thread, int down) { return thread / 32 * 16 + thread % 32 / 4 + 8 * down; }
+__device__ inline int sum_column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
 // The codes of sums as the first operand of a product: 4 registers for 16 columns.
 template <int Count>

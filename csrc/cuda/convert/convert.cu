@@ -95,6 +95,7 @@ void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale) return copy(y.data, x.data, bytes_of(x.format, x.shape));
   if (x.shape.numel() == 0 && y.format.scaling != Scaling::tensor) return;
+  if (x.format.scaling == Scaling::block || y.format.scaling == Scaling::block) return convert_blocks(x, args.scale, y);
   if (is_state(x.format) || is_state(y.format)) return convert_states(x, args.scale, y);
   const bool expands = x.format.scaling == Scaling::expand || y.format.scaling == Scaling::expand;
   if (!expands || !(is_ragged(x) || is_ragged(y))) return requantize(x, args.scale, y);

@@ -41,11 +41,25 @@ struct Plainly {
   }
 };
 
+// Numbers in f32 or bf16, chosen at run time.
+struct Numbers {
+  F32 f32;
+  BF16 bf16;
+  bool narrow;
+  explicit Numbers(const Tensor& t) : f32(t), bf16(t), narrow(t.format == BF16::format()) {}
+  __device__ float load(int64_t i) const { return narrow ? bf16.load(i, {}) : f32.load(i, {}); }
+  __device__ void store(int64_t i, float x) const { narrow ? bf16.store(i, {}, x) : f32.store(i, {}, x); }
+};
+inline bool is_plain(const Tensor& t) { return t.format == F32::format() || t.format == BF16::format(); }
+
 // Between the formats of operands and activations, each to each.
 void requantize(const Tensor& x, const Tensor& scale, const Tensor& y);
 
 // Formats that only states and parameters have: to and from f32 and bf16 directly, else through f32.
 bool is_state(const Format& format);
 void convert_states(const Tensor& x, const Tensor& scale, const Tensor& y);
+
+// To and from blocks, which f32 and bf16 become directly, everything else through f32.
+void convert_blocks(const Tensor& x, const Tensor& scale, const Tensor& y);
 
 }  // namespace coat::cuda
