@@ -189,6 +189,8 @@ export const opCases: readonly OpCase[] = [
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),
+  convertTransposed('bf16', 'e4m3/g128'),
+  convertTransposed('e4m3/b128', 'e4m3/b128'),
   {
     op: 'amax',
     sizes: rows,

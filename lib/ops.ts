@@ -26,7 +26,7 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
   return inputs.some((input) => input?.requiresGrad) ? Tape.current : null
 }
 
-/** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so; scales are per tensor. */
+/** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so. */
 export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
@@ -49,7 +49,7 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
     }
     let dw: Tensor | null = null
     if (w.requiresGrad) {
-      const left = scaled ? dyq.as(formats.dy, { transposed: true }).handle : dyq.handle
+      const left = scaled ? dy.as(formats.dy, { transposed: true }).handle : dyq.handle
       const right = scaled ? xq.as(formats.x, { transposed: true }).handle : xq.handle
       const held = w.sink?.held
       if (held) {

@@ -282,7 +282,7 @@ export class Tensor implements Disposable {
     if (!transposed) {
       handle = native.convert(this.handle, scale, format)
     } else {
-      const straight = this.#twins.get(format)
+      const straight = format.endsWith('/t') ? this.#twins.get(format) : undefined // runs are made anew, from exact values
       const source = straight?.version === version ? straight.tensor : this
       handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
     }

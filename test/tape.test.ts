@@ -96,6 +96,36 @@ describe('linear', () => {
   const plain = { x: 'bf16', w: 'bf16', dy: 'bf16', y: 'bf16', dx: 'bf16', dw: 'bf16' } as const
   const K = 24
 
+  it('multiplies runs by blocks and runs by runs: gradients near those of f32', async () => {
+    const blocks = { ...fp8, x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', y: 'f32', dx: 'f32', dw: 'f32' } as const
+    const exact = { x: 'f32', w: 'f32', dy: 'f32', y: 'f32', dx: 'f32', dw: 'f32' } as const
+    const [rows, inputs, outputs] = [140, 150, 135]
+    using targets = Tensor.from(
+      Int32Array.from({ length: rows }, (_, i) => (i * 7) % outputs),
+      [rows],
+    )
+    const results: Float32Array[][] = []
+    for (const formats of [blocks, exact]) {
+      using x = new Leaf(noise(rows * inputs, 1), [rows, inputs], 'f32')
+      using w = new Leaf(noise(outputs * inputs, 2, 0.1), [outputs, inputs], 'f32')
+      using tape = new Tape()
+      using loss = tape.record(() =>
+        scope(() => ops.crossEntropy(ops.linear(x.tensor, w.tensor, null, formats), targets, 1)),
+      )
+      tape.backward(loss)
+      const read = [x.gradient, w.gradient].map((gradient) => gradient?.read())
+      results.push((await Promise.all(read)) as Float32Array[])
+    }
+    const [found = [], wanted = []] = results
+    found.forEach((gradient, i) => {
+      const other = wanted[i] as Float32Array
+      const norm = (f: (j: number) => number) => Math.hypot(...gradient.map((_, j) => f(j)))
+      const error = norm((j) => (gradient[j] as number) - (other[j] as number)) / norm((j) => other[j] as number)
+      expect(error).toBeGreaterThan(0)
+      expect(error).toBeLessThan(0.06)
+    })
+  })
+
   it('quantizes the gradient of the next one by the amax that its product left, to the same bits', async () => {
     using x = new Leaf(noise(M * K, 1), [M, K], 'bf16')
     using first = new Leaf(noise(K * K, 2, 0.3), [K, K], 'bf16')

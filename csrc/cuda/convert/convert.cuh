@@ -30,13 +30,13 @@ void with_scale(const Tensor& tensor, const X& x, const Tensor& scale, F&& use) 
   }
 }
 
-// A tensor of f32 in scratch, of the shape of another: what every format is read into and written from.
+// A tensor of f32 or bf16 in scratch, of the shape of another: what every format is read into and written from.
 struct Plainly {
   Scratch memory;
   Tensor tensor;
-  explicit Plainly(const Tensor& like)
-      : memory(like.shape.numel() * static_cast<int64_t>(sizeof(float))), tensor(like) {
-    tensor.format = F32::format();
+  explicit Plainly(const Tensor& like, const Format& format = F32::format())
+      : memory(bytes_of(format, like.shape)), tensor(like) {
+    tensor.format = format;
     tensor.data = memory.as<uint8_t>();
   }
 };
