@@ -365,6 +365,7 @@ export interface AttentionSizes {
   causal?: boolean
   /** Base of the rotation, or null for none. */
   ropeTheta: number | null
+  ropeScaling?: ops.RopeScaling | null
   /** Standard deviation of the initial output projection. */
   outputStd?: number
 }
@@ -422,10 +423,11 @@ export class Attention extends Module {
   }
 
   #table(sequence: number): Tensor | null {
-    if (this.sizes.ropeTheta === null) return null
+    const { ropeTheta: theta, ropeScaling: scaling = null } = this.sizes
+    if (theta === null) return null
     if (this.#rope?.sequence !== sequence) {
       this.#rope?.table.dispose()
-      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta: this.sizes.ropeTheta }, this.device).keep()
+      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta, scaling }, this.device).keep()
       table.persistent = true
       native.retag(table.handle, 'scratch')
       this.#rope = { sequence, table }

@@ -37,7 +37,7 @@ describe('directions', () => {
     ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
     ['tape', 'data', 'safetensors'],
     ['ops'],
-    ['modules', 'tokens', 'jsonl'],
+    ['modules', 'tokens', 'jsonl', 'models/fields'],
     ['models/llama', 'optimizer'],
     ['checkpoint'],
     ['trainer'],

@@ -1,4 +1,4 @@
-// Llama and its relatives (Llama 2 and 3, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
+// Llama and its relatives (Llama 2 and 3, Mistral, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
 import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
@@ -9,23 +9,25 @@ import { Replacement } from '../replace.ts'
 import { readSafetensors, type StoredTensor, sourceOf, stage } from '../safetensors.ts'
 import { noGrad } from '../tape.ts'
 import { type Device, type DeviceName, scope, Tensor } from '../tensor.ts'
+import { expectKnown, type RopeFields, refuse, ropeScaling } from './fields.ts'
 
 /** The fields of a Hugging Face config.json that matter here. */
 export interface LlamaConfig {
-  model_type?: 'llama' | 'qwen2' | 'olmo'
+  model_type?: 'llama' | 'mistral' | 'qwen2' | 'olmo'
   hidden_size: number
   intermediate_size: number
   num_hidden_layers: number
   num_attention_heads: number
   num_key_value_heads?: number
-  head_dim?: number
+  head_dim?: number | null
   vocab_size: number
   max_position_embeddings?: number
   rms_norm_eps?: number
   rope_theta?: number
-  rope_scaling?: null
-  /** Where newer configs keep the rotation. */
-  rope_parameters?: { rope_type?: string; rope_theta?: number } | null
+  /** How positions are stretched: `llama3` or `linear`. */
+  rope_scaling?: RopeFields | null
+  /** Where newer configs keep the rotation, its scaling too. */
+  rope_parameters?: RopeFields | null
   tie_word_embeddings?: boolean
   attention_bias?: boolean
   mlp_bias?: boolean
@@ -41,12 +43,21 @@ export interface ModelOptions {
   seed?: number
 }
 
-function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling' | 'rope_parameters'>> {
-  const fail = (name: keyof LlamaConfig, rule: string): never => {
-    const value = typeof config[name] === 'object' ? JSON.stringify(config[name]) : config[name]
-    throw new CoatError(`config: ${name} is ${value} and ${rule}`, 'config', 'LlamaForCausalLM', name)
-  }
-  const rotation = config.rope_parameters ?? {}
+// What config.json may leave out, and the biases that a type has or has not whatever it says.
+const types = {
+  llama: { architecture: 'LlamaForCausalLM', positions: 2048, eps: 1e-6, biases: null },
+  mistral: { architecture: 'MistralForCausalLM', positions: 131072, eps: 1e-6, biases: false },
+  qwen2: { architecture: 'Qwen2ForCausalLM', positions: 32768, eps: 1e-6, biases: true },
+  olmo: { architecture: 'OlmoForCausalLM', positions: 2048, eps: 1e-5, biases: null },
+} as const
+
+function checked(
+  config: LlamaConfig,
+): Required<Omit<LlamaConfig, 'rope_parameters' | 'head_dim'>> & { head_dim: number } {
+  const fail = (name: keyof LlamaConfig, rule: string): never => refuse(name, config[name], rule)
+  const { model_type = 'llama', rope_parameters } = config
+  const names = Object.keys(types)
+  const type = names.includes(model_type) ? types[model_type] : fail('model_type', `must be ${names.join(', ')}`)
   for (const name of [
     'hidden_size',
     'intermediate_size',
@@ -55,8 +66,12 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
     'vocab_size',
   ] as const)
     if (!Number.isSafeInteger(config[name]) || config[name] < 1) fail(name, 'must be an integer of at least 1')
+  const stretched = ropeScaling('rope_parameters', rope_parameters)
+  const scaling = ropeScaling('rope_scaling', config.rope_scaling)
+  if (rope_parameters && scaling && JSON.stringify(scaling) !== JSON.stringify(stretched))
+    fail('rope_scaling', `must be as in rope_parameters, ${JSON.stringify(rope_parameters)}, or be left out`)
   const full = {
-    model_type: config.model_type ?? 'llama',
+    model_type,
     hidden_size: config.hidden_size,
     intermediate_size: config.intermediate_size,
     num_hidden_layers: config.num_hidden_layers,
@@ -64,20 +79,21 @@ function checked(config: LlamaConfig): Required<Omit<LlamaConfig, 'rope_scaling'
     num_key_value_heads: config.num_key_value_heads ?? config.num_attention_heads,
     head_dim: config.head_dim ?? config.hidden_size / config.num_attention_heads,
     vocab_size: config.vocab_size,
-    max_position_embeddings: config.max_position_embeddings ?? 2048,
-    rms_norm_eps: config.rms_norm_eps ?? (config.model_type === 'olmo' ? 1e-5 : 1e-6),
-    rope_theta: rotation.rope_theta ?? config.rope_theta ?? 10000,
+    max_position_embeddings: config.max_position_embeddings ?? type.positions,
+    rms_norm_eps: config.rms_norm_eps ?? type.eps,
+    rope_theta: rope_parameters?.rope_theta ?? config.rope_theta ?? 10000,
+    rope_scaling: config.rope_scaling ?? (stretched ? (rope_parameters as RopeFields) : null),
     tie_word_embeddings: config.tie_word_embeddings ?? false,
-    attention_bias: config.attention_bias ?? config.model_type === 'qwen2',
+    attention_bias: config.attention_bias ?? type.biases ?? false,
     mlp_bias: config.mlp_bias ?? false,
     hidden_act: config.hidden_act ?? 'silu',
     initializer_range: config.initializer_range ?? 0.02,
-  }
-  if (!['llama', 'qwen2', 'olmo'].includes(full.model_type)) fail('model_type', 'must be llama, qwen2 or olmo')
+  } as const
+  expectKnown(config, [...Object.keys(full), 'rope_parameters'])
   if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
-  if (config.rope_scaling) fail('rope_scaling', 'is not supported: it must be null')
-  if ((rotation.rope_type ?? 'default') !== 'default')
-    fail('rope_parameters', "is not supported: its rope_type must be 'default'")
+  if (type.biases !== null && full.attention_bias !== type.biases)
+    fail('attention_bias', `must be ${type.biases} for model_type ${model_type}`)
+  if (full.mlp_bias && model_type !== 'llama') fail('mlp_bias', `must be false for model_type ${model_type}`)
   if (config.rope_theta !== undefined && config.rope_theta !== full.rope_theta)
     fail('rope_theta', `must equal that of rope_parameters, ${full.rope_theta}`)
   if (!Number.isInteger(full.head_dim) || full.head_dim % 2 !== 0)
@@ -128,8 +144,9 @@ export class LlamaForCausalLM extends Module {
           kvHeads: full.num_key_value_heads,
           headDim: full.head_dim,
           qkvBias: full.attention_bias,
-          outputBias: full.attention_bias && full.model_type === 'llama',
+          outputBias: full.attention_bias && full.model_type !== 'qwen2',
           ropeTheta: full.rope_theta,
+          ropeScaling: ropeScaling('rope_scaling', full.rope_scaling),
           inner: full.intermediate_size,
           activation: full.hidden_act === 'silu' ? 'swiglu' : 'gelu',
           bias: full.mlp_bias,
@@ -276,7 +293,7 @@ export class LlamaForCausalLM extends Module {
       const config = {
         ...this.#given,
         ...this.config,
-        architectures: [architectures[this.config.model_type]],
+        architectures: [types[this.config.model_type].architecture],
         torch_dtype: stored,
         ...('dtype' in this.#given ? { dtype: stored } : {}), // the name that newer files use
       }
@@ -299,8 +316,6 @@ const tied = { kept: 'model.embed_tokens.weight', left: 'lm_head.weight' }
 function unneeded(name: string, model: LlamaForCausalLM): boolean {
   return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
 }
-
-const architectures = { llama: 'LlamaForCausalLM', qwen2: 'Qwen2ForCausalLM', olmo: 'OlmoForCausalLM' }
 
 function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
   let best = 0
