@@ -155,10 +155,15 @@ export class Param implements GradientSink, Disposable {
 
   /** Whether its name, or those of its parts, are like the pattern. */
   named(pattern: string | RegExp): 'wholly' | 'partly' | 'not' {
+    const like = this.partsLike(pattern).length
+    return like === this.parts.length ? 'wholly' : like > 0 ? 'partly' : 'not'
+  }
+
+  /** Names of its parts that are like the pattern; all of them where its own name is. */
+  partsLike(pattern: string | RegExp): string[] {
     const matcher = typeof pattern === 'string' ? matcherOf(pattern) : pattern
-    const count = this.parts.filter(({ name }) => matcher.test(name)).length
-    if (matcher.test(this.name) || count === this.parts.length) return 'wholly'
-    return count > 0 ? 'partly' : 'not'
+    const names = this.parts.map(({ name }) => name)
+    return matcher.test(this.name) ? names : names.filter((name) => matcher.test(name))
   }
 
   /** A frozen parameter gets neither gradient nor optimizer state. */

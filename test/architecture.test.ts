@@ -34,15 +34,16 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
+    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes'],
     ['tape', 'data', 'safetensors'],
     ['ops'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],
+    ['state', 'evaluate'],
     ['models/llama', 'optimizer'],
     ['checkpoint'],
     ['trainer'],
     ['charts'],
-    ['report'],
+    ['report', 'tensorboard'],
     ['index'],
   ]
   const rank = (file: string) => rows.findIndex((row) => row.includes(file.replace(/^lib\//, '').replace(/\.ts$/, '')))

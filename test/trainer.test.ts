@@ -4,7 +4,6 @@ import { describe, expect, it } from 'vitest'
 import {
   type Batch,
   CoatError,
-  constant,
   cosine,
   type Dataset,
   LlamaForCausalLM,
@@ -244,19 +243,4 @@ it('names a token id that the vocabulary does not have', async () => {
   expect(memory().tensors).toBe(before)
   it.dispose()
   model.dispose()
-})
-
-describe('schedules', () => {
-  it('cosine: warm-up, peak, floor', () => {
-    const factor = cosine({ warmup: 4, floor: 0.1 })
-    const all = Array.from({ length: 20 }, (_, step) => factor(step, 20))
-    expect(all.slice(0, 5)).toEqual([0.25, 0.5, 0.75, 1, 1])
-    expect(all[19]).toBeCloseTo(0.1, 12)
-    for (let i = 5; i < 20; i++) expect(all[i] as number).toBeLessThan(all[i - 1] as number)
-  })
-  it('constant', () => expect([0, 1, 2, 9].map((step) => constant({ warmup: 2 })(step, 10))).toEqual([0.5, 1, 1, 1]))
-  it('refuses nonsense', () => {
-    expect(() => cosine({ warmup: -1 })).toThrow(/warmup is -1/)
-    expect(() => cosine({ floor: 2 })).toThrow(/floor is 2/)
-  })
 })

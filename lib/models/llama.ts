@@ -7,6 +7,7 @@ import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
 import { Replacement } from '../replace.ts'
 import { readSafetensors, type StoredTensor, sourceOf, stage } from '../safetensors.ts'
+import { load, partsOf } from '../state.ts'
 import { noGrad } from '../tape.ts'
 import { type Device, type DeviceName, scope, Tensor } from '../tensor.ts'
 import { expectKnown, type RopeFields, refuse, ropeScaling } from './fields.ts'
@@ -232,7 +233,7 @@ export class LlamaForCausalLM extends Module {
     const config = JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')) as LlamaConfig
     const { tensors, metadata } = await readSafetensors(folder)
     const model = new LlamaForCausalLM(config, options)
-    const refuse = (text: string, argument: string): never => {
+    const refused = (text: string, argument: string): never => {
       throw new CoatError(`fromPretrained: ${folder} ${text}`, 'checkpoint', 'fromPretrained', argument)
     }
     const find = (name: string): StoredTensor | undefined =>
@@ -240,27 +241,21 @@ export class LlamaForCausalLM extends Module {
       tensors.get(metadata[name] ?? '') ??
       (name === tied.kept && !model.head ? tensors.get(tied.left) : undefined)
     try {
-      const params = model.parameters()
-      const missing = params.flatMap(({ parts }) => parts.map(({ name }) => name)).filter((name) => !find(name))
-      if (missing.length > 0) refuse(`has no tensor '${missing.join("', '")}'`, missing[0] as string)
-      const extra = [...tensors.keys()].filter((name) => !model.find(name) && !unneeded(name, model))
+      const parts = partsOf(model)
+      const state = new Map(parts.flatMap(({ name }) => [[name, find(name)] as const]))
+      const missing = parts.filter(({ name }) => !state.get(name)).map(({ name }) => name)
+      if (missing.length > 0) refused(`has no tensor '${missing.join("', '")}'`, missing[0] as string)
+      const extra = [...tensors.keys()].filter((name) => !state.has(name) && !unneeded(name, model))
       if (extra.length > 0)
-        refuse(`has tensors that its config.json gives no place: '${extra.join("', '")}'`, extra[0] as string)
-      for (const param of params) {
-        const [, ...row] = param.tensor.shape
-        const width = row.reduce((product, size) => product * size, 1)
-        const values = new Float32Array(param.tensor.numel)
-        for (const { name, rows } of param.parts) {
-          const stored = find(name) as StoredTensor
-          const shape = [rows[1] - rows[0], ...row]
-          if (`${stored.shape}` !== `${shape}`)
-            refuse(`has '${name}' [${stored.shape.join(', ')}], which must be [${shape.join(', ')}]`, name)
-          if (stored.dtype.startsWith('F8'))
-            refuse(`has '${name}' ${stored.dtype}, whose scales are unknown: it must be F32, BF16 or F16`, name)
-          values.set(await stored.values(), rows[0] * width)
-        }
-        param.write(values)
+        refused(`has tensors that its config.json gives no place: '${extra.join("', '")}'`, extra[0] as string)
+      for (const { name, shape } of parts) {
+        const stored = state.get(name) as StoredTensor
+        if (`${stored.shape}` !== `${shape}`)
+          refused(`has '${name}' [${stored.shape.join(', ')}], which must be [${shape.join(', ')}]`, name)
+        if (stored.dtype.startsWith('F8'))
+          refused(`has '${name}' ${stored.dtype}, whose scales are unknown: it must be F32, BF16 or F16`, name)
       }
+      await load(model, state as ReadonlyMap<string, StoredTensor>)
       return model
     } catch (error) {
       model.dispose()
