@@ -247,6 +247,12 @@ export const opCases: readonly OpCase[] = [
     flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 5 * B * H * T * T * D,
   },
   {
+    op: 'attention_cached',
+    sizes: { M: 1, T: 4096, H: 32, J: 8, D: 64 },
+    formats: { qkv: 'bf16', cache: 'bf16', out: 'bf16' },
+    numbers: { first: 4095, window: 0, scale: 0.125 },
+  },
+  {
     op: 'embedding_forward',
     sizes: { ...rows, V: 4096 },
     formats: { ids: 'i32', w: 'bf16', y: 'bf16' },

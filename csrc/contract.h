@@ -133,6 +133,7 @@ class Contract {
 // Rules of single ops that formats and letters cannot say. Both backends ask before they change anything.
 void check_row_not_empty(const Tensor& x, const char* argument = "x");
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J);
+void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int64_t window);
 void check_rotation(int64_t D, int64_t direction);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].
 void check_flat(const char* argument, const std::vector<Tensor>& states);

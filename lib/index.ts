@@ -1,4 +1,6 @@
 // What users import.
+
+export { type CachedSizes, KeyValues } from './cache.ts'
 export {
   type Checkpointed,
   type CheckpointOptions,
@@ -16,6 +18,7 @@ export {
   type TextOptions,
 } from './data.ts'
 export { type Evaluation, evaluate, type PerplexityOptions, perplexity, type Scorer } from './evaluate.ts'
+export type { GenerateOptions } from './generate.ts'
 export type { SpikeOptions } from './guard.ts'
 export {
   type Document,

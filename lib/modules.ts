@@ -1,4 +1,5 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
+import type { KeyValues } from './cache.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
@@ -412,9 +413,13 @@ export class Attention extends Module {
     })
   }
 
-  /** `sequence`: rows T of one sequence. */
-  forward(x: Tensor, sequence: number): Tensor {
-    const { heads, kvHeads, headDim, causal = true } = this.sizes
+  /** `sequence`: rows T of one sequence; `past`: what one sequence had before x, without gradients. */
+  forward(x: Tensor, sequence: number, past?: KeyValues): Tensor {
+    const { heads, kvHeads, headDim, causal = true, ropeTheta: theta, ropeScaling: scaling = null } = this.sizes
+    if (past) {
+      const rotation = theta === null ? null : { theta, scaling }
+      return this.output.forward(past.attend(this, this.qkv.forward(x), { heads, kvHeads, headDim, rotation }))
+    }
     const mixed = ops.attention(this.qkv.forward(x), {
       sequence,
       heads,
@@ -527,8 +532,8 @@ export class Block extends Module {
     this.mlp = new MLP(build, `${name}.mlp`, sizes)
   }
 
-  forward(x: Tensor, sequence: number): Tensor {
-    const middle = scope(() => this.#add(x, this.attention.forward(this.attentionNorm.forward(x), sequence)))
+  forward(x: Tensor, sequence: number, past?: KeyValues): Tensor {
+    const middle = scope(() => this.#add(x, this.attention.forward(this.attentionNorm.forward(x), sequence, past)))
     const y = scope(() => this.#add(middle, this.mlp.forward(this.mlpNorm.forward(middle))))
     middle.dispose()
     return y

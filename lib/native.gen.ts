@@ -47,6 +47,8 @@ export interface NativeOps {
   attention_forward(qkv: Handle, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): [out: Handle, lse: Handle]
   /** Gradient of attention_forward for q, k and v, packed as qkv is. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
   attention_backward(dout: Handle, qkv: Handle, out: Handle, lse: Handle, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): Handle
+  /** Attention of M rows that follow first other ones of one sequence: their k and v go to the rows of cache from first on, in place; out = softmax(scale * q k^T) v over the cache up to the row itself, of it the last window rows unless window is 0; H query heads share J key/value heads. qkv [M, (H+2*J)*D], cache [T, 2*J*D], out [M, H*D]. */
+  attention_cached(qkv: Handle, cache: Handle, out: 'f32' | 'bf16', H: number, J: number, D: number, first: number, window: number, scale: number): Handle
   /** y[m] = w[ids[m]]. ids [M], w [V, N], y [M, N]. */
   embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
   /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */

@@ -233,6 +233,29 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   return out
 }
 
+export interface CachedOptions {
+  heads: number
+  kvHeads: number
+  headDim: number
+  /** Cosines and sines of the new rows, f32 [M, D], or null for no rotation. */
+  rope: Tensor | null
+  /** Rows that are in the cache. */
+  first: number
+  /** A row sees those less than `window` rows away (0: all). */
+  window: number
+}
+
+/**
+ * Causal attention of M new rows of one sequence against those in `cache` [T, 2J·D], which takes their keys and values up:
+ * qkv [M, (H + 2J)·D] → [M, H·D]. RoPE turns qkv in place. Has no gradient.
+ */
+export function attentionCached(qkv: Tensor, cache: Tensor, options: CachedOptions): Tensor {
+  const { heads: H, kvHeads: J, headDim: D, rope, first, window } = options
+  if (rope) native.rope(rope.handle, qkv.handle, H, J, D, 1)
+  const format = qkv.format as Plain
+  return Tensor.own(native.attention_cached(qkv.handle, cache.handle, format, H, J, D, first, window, 1 / Math.sqrt(D)))
+}
+
 /**
  * Stretched rotations: all angles divided by `factor` (linear), or, with the other three, only those of waves longer than
  * `positions` / `low`, none of waves shorter than `positions` / `high`, and a mixture in between (Llama 3.1).

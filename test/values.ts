@@ -64,6 +64,7 @@ export type Scalar =
   | 'causal'
   | 'direction'
   | 'eps'
+  | 'first'
   | 'high'
   | 'ignore'
   | 'low'
@@ -72,9 +73,26 @@ export type Scalar =
   | 'scale'
   | 'seed'
   | 'weight'
+  | 'window'
 export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
-  | ('a' | 'b' | 'bias' | 'clip' | 'dloss' | 'dout' | 'dy' | 'ids' | 'logits' | 'lse' | 'mean' | 'out' | 'qkv' | 'rstd')
+  | (
+      | 'a'
+      | 'b'
+      | 'bias'
+      | 'cache'
+      | 'clip'
+      | 'dloss'
+      | 'dout'
+      | 'dy'
+      | 'ids'
+      | 'logits'
+      | 'lse'
+      | 'mean'
+      | 'out'
+      | 'qkv'
+      | 'rstd'
+    )
   | ('table' | 'targets' | 'w' | 'x' | 'y')
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */
 export type Given = Record<Letter | Hyper | Scalar | 'std', number> & Record<Name, Values> & Record<List, Values[]>

@@ -1,6 +1,8 @@
 // Llama and its relatives (Llama 2 and 3, Mistral, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
+import { KeyValues } from '../cache.ts'
+import { type GenerateOptions, generateOptions, sampled, uniforms } from '../generate.ts'
 import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
@@ -163,7 +165,6 @@ export class LlamaForCausalLM extends Module {
 
   /** Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. */
   forward(ids: Tensor, sequence: number): Tensor {
-    const { stream, dw } = this.recipe
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
         `forward: sequence is ${sequence} and must be at most max_position_embeddings = ${this.config.max_position_embeddings}`,
@@ -171,17 +172,28 @@ export class LlamaForCausalLM extends Module {
         'forward',
         'sequence',
       )
+    return scope(() => this.#logits(this.#stream(ids, sequence)))
+  }
+
+  /** The residual stream [B·T, hidden] after the last layer. */
+  #stream(ids: Tensor, sequence: number, past?: KeyValues): Tensor {
+    const { stream, dw } = this.recipe
     return scope(() => {
       let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
       for (const layer of this.layers) {
-        const next = layer.forward(x, sequence)
+        const next = layer.forward(x, sequence, past)
         x.dispose()
         x = next
       }
-      const y = this.norm.forward(x)
-      if (this.head) return this.head.forward(y)
-      return ops.linear(y, this.embedding.tensor, null, { x: stream, w: stream, dy: stream, y: stream, dx: stream, dw })
+      return x
     })
+  }
+
+  #logits(x: Tensor): Tensor {
+    const { stream, dw } = this.recipe
+    const y = this.norm.forward(x)
+    if (this.head) return this.head.forward(y)
+    return ops.linear(y, this.embedding.tensor, null, { x: stream, w: stream, dy: stream, y: stream, dx: stream, dw })
   }
 
   /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. */
@@ -189,32 +201,56 @@ export class LlamaForCausalLM extends Module {
     return scope(() => ops.crossEntropy(this.forward(ids, sequence), targets, weight))
   }
 
-  /** Continues a prompt by `count` tokens: greedy at temperature 0, else sampled with `seed`. */
-  async generate(
-    prompt: readonly number[],
-    count: number,
-    options: { temperature?: number; seed?: number } = {},
-  ): Promise<number[]> {
-    if (prompt.length === 0)
-      throw new CoatError('generate: prompt is empty and must hold at least one token', 'value', 'generate', 'prompt')
-    const { temperature = 0, seed = 0 } = options
+  /** All tokens of `stream`. */
+  async generate(prompt: readonly number[], options: GenerateOptions = {}): Promise<number[]> {
+    const tokens: number[] = []
+    for await (const token of this.stream(prompt, options)) tokens.push(token)
+    return tokens
+  }
+
+  /**
+   * Continues a prompt token by token, with keys and values of earlier ones kept. What outgrows max_position_embeddings goes
+   * on from its second half.
+   */
+  async *stream(prompt: readonly number[], options: GenerateOptions = {}): AsyncGenerator<number, void, void> {
+    const { maxTokens, stop, ...choice } = generateOptions(prompt, options)
+    const { max_position_embeddings: positions } = this.config
+    const chances = await uniforms(choice.seed, maxTokens)
     const tokens = [...prompt]
-    const vocabulary = this.config.vocab_size
-    let state = seed >>> 0
-    for (let i = 0; i < count; i++) {
-      const window = tokens.slice(-this.config.max_position_embeddings)
-      const logits = noGrad(() =>
-        scope(() =>
-          this.forward(Tensor.from(Int32Array.from(window), [window.length], { device: this.device }), window.length),
-        ),
-      )
-      const values = await logits.read()
-      logits.dispose()
-      const last = values.subarray((window.length - 1) * vocabulary)
-      state = (Math.imul(state, 1664525) + 1013904223) >>> 0
-      tokens.push(pick(last, temperature, state / 2 ** 32))
+    const capacity = Math.min(positions, prompt.length + maxTokens)
+    let past: KeyValues | null = null
+    let fresh = tokens
+    try {
+      for (const chance of chances) {
+        if (!past || past.rows + fresh.length > capacity) {
+          past?.dispose()
+          past = new KeyValues(capacity, this.device)
+          fresh = tokens.length <= capacity ? tokens.slice() : tokens.slice(-Math.ceil(capacity / 2))
+        }
+        const token = sampled(await this.#following(fresh, past), choice, chance)
+        if (stop.includes(token)) return
+        tokens.push(token)
+        fresh = [token]
+        yield token
+      }
+    } finally {
+      past?.dispose()
     }
-    return tokens.slice(prompt.length)
+  }
+
+  /** Logits [V] of what follows `tokens`, which follow those in `past`. */
+  async #following(tokens: readonly number[], past: KeyValues): Promise<Float32Array> {
+    const { device } = this
+    using logits = noGrad(() =>
+      scope(() => {
+        const x = this.#stream(Tensor.from(Int32Array.from(tokens), [tokens.length], { device }), tokens.length, past)
+        // the last row alone has what is asked for
+        const last = Tensor.from(Int32Array.of(tokens.length - 1), [1], { device })
+        return this.#logits(ops.embedding(last, x, { y: this.recipe.stream, dw: 'f32' }))
+      }),
+    )
+    past.advance(tokens.length)
+    return (await logits.read()) as Float32Array
   }
 
   /** The parameter part of a checkpoint's name, or null. */
@@ -310,18 +346,4 @@ const tied = { kept: 'model.embed_tokens.weight', left: 'lm_head.weight' }
 /** What a checkpoint may have besides: the other name of a tied matrix, and a table that old ones keep. */
 function unneeded(name: string, model: LlamaForCausalLM): boolean {
   return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
-}
-
-function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
-  let best = 0
-  for (let i = 1; i < logits.length; i++) if ((logits[i] as number) > (logits[best] as number)) best = i
-  if (temperature === 0) return best
-  const top = logits[best] as number
-  const weights = Array.from(logits, (x) => Math.exp((x - top) / temperature))
-  let left = u * weights.reduce((a, b) => a + b, 0)
-  for (let i = 0; i < weights.length; i++) {
-    left -= weights[i] as number
-    if (left < 0) return i
-  }
-  return best
 }
