@@ -71,7 +71,7 @@ export async function perplexity(model: Scorer, file: string, options: Perplexit
   const order = { sequence, heldOut: 0, shuffle: false }
   if (await isTokenFile(file)) {
     using data = await TokenDataset.open(file, order)
-    return evaluate(model, inOrder(data, batch))
+    return await evaluate(model, inOrder(data, batch))
   }
   if (file.endsWith('.jsonl')) {
     const data = await JsonlDataset.open(file, { ...order, tokenizer })

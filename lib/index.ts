@@ -88,7 +88,7 @@ export {
   type WarmUp,
   wsd,
 } from './schedule.ts'
-export { load, type State, stateDict, type Values } from './state.ts'
+export { freeze, load, type State, stateDict, type Values } from './state.ts'
 export { type LedgerRow, noGrad, Tape } from './tape.ts'
 export {
   type Device,

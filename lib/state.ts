@@ -70,6 +70,24 @@ export async function load(module: Module, state: State, pattern = '*'): Promise
   return parts.map(({ name }) => name)
 }
 
+/**
+ * Freezes the parameters whose names are like the pattern, before a trainer is made: they get neither gradient nor optimizer
+ * state, and stay as they are. Parts of a fused parameter, such as q alone of q, k and v, are refused. Returns the names.
+ */
+export function freeze(module: Module, pattern: string): string[] {
+  const parts = picked('freeze', module, pattern)
+  for (const param of new Set(parts.map((part) => part.param)))
+    if (param.named(pattern) === 'partly')
+      throw new CoatError(
+        `freeze: pattern is '${pattern}', which names a part of '${param.name}' alone; ${param.parts.map(({ name }) => name).join(', ')} are one parameter`,
+        'value',
+        'freeze',
+        'pattern',
+      )
+  for (const { param } of parts) param.frozen = true
+  return parts.map(({ name }) => name)
+}
+
 function picked(op: string, module: Module, pattern: string): NamedPart[] {
   const parts = partsOf(module)
   const wanted = new Set(module.parameters(pattern).flatMap((param) => param.partsLike(pattern)))

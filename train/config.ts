@@ -8,6 +8,7 @@ export interface RunConfig {
     | { from?: never; config: Omit<LlamaConfig, 'vocab_size'> & { vocab_size?: number } }
   recipe: RecipeName | Recipe
   device?: 'cpu' | 'cuda'
+  freeze: string[]
   seed: number
   data: {
     tokens?: string | string[]
@@ -64,6 +65,8 @@ const listOf =
     Array.isArray(value) && value.length === count && value.every((item) => one(item) === null)
       ? null
       : `a list of ${count} numbers`
+const texts: Check = (value) =>
+  Array.isArray(value) && value.every((item) => text(item) === null) ? null : 'a list of texts'
 const objects: Check = (value) => (Array.isArray(value) && value.every(isObject) ? null : 'a list of objects')
 const anyRecipe: Check = (value) => {
   try {
@@ -101,6 +104,7 @@ function shapeOf(config: Record<string, unknown>): Shape {
     model: { from: text, config: object },
     recipe: anyRecipe,
     device: oneOf('cpu', 'cuda'),
+    freeze: texts,
     seed: integer(0),
     data: {
       tokens: paths,
@@ -188,7 +192,7 @@ export function problemsOf(config: unknown): string[] {
   return problems
 }
 
-const defaults = { recipe: 'coat', seed: 0, accumulate: 1, clip: 1, maxSkips: 10 }
+const defaults = { recipe: 'coat', seed: 0, freeze: [], accumulate: 1, clip: 1, maxSkips: 10 }
 
 /** A configuration with its defaults; all its problems are in one error. */
 export function checkedConfig(config: unknown, file: string): RunConfig {

@@ -12,6 +12,7 @@ import {
   type Device,
   device,
   EventFile,
+  freeze,
   HuggingFaceTokenizer,
   JsonlDataset,
   LlamaForCausalLM,
@@ -48,6 +49,7 @@ export async function train(
   const { data, vocabulary } = await dataOf(config, tokenizer)
   using model = await modelOf(config, where, vocabulary)
   const { out, validate, spike, checkpoint } = config
+  for (const pattern of config.freeze) freeze(model, pattern)
   using trainer = new Trainer(model, {
     data,
     batch: config.batch,

@@ -17,6 +17,7 @@ export const template = `// A run of coat-train: npx coat-train config.json. Com
   "recipe": "coat", // fp32, bf16 or coat
   // "device": "cuda", // else the best there is
   "seed": 1, // of the first weights
+  // "freeze": ["model.embed_tokens.*"], // parameters that stay as they are
 
   "data": {
     "text": "book.txt", // files or folders; or "jsonl": chats and texts; or "tokens": what coat-train prepare wrote
