@@ -30,6 +30,20 @@ export function tensorsOf({ device }: Scorer, { ids, targets }: Batch): [Tensor,
   return [Tensor.from(ids, [ids.length], { device }), Tensor.from(targets, [targets.length], { device })]
 }
 
+/** Throws unless all ids of a batch, and all targets that are not ignored, lie in [0, vocabulary). */
+export function expectIds({ ids, targets }: Batch, vocabulary: number, name: string): void {
+  for (const [argument, values] of Object.entries({ ids, targets })) {
+    const wrong = values.findIndex(
+      (id) => (id < 0 || id >= vocabulary) && !(argument === 'targets' && id === ignoreIndex),
+    )
+    if (wrong >= 0)
+      refusal('training')(
+        argument,
+        `${name}: ${argument}[${wrong}] is ${values[wrong]} and must be at least 0 and less than ${vocabulary}, the model's vocabulary`,
+      )
+  }
+}
+
 /** Targets that take part in the loss. */
 export function counted(targets: Int32Array): number {
   let count = 0

@@ -2,7 +2,7 @@
 import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
-import { counted, evaluate, type Scorer, tensorsOf } from './evaluate.ts'
+import { counted, evaluate, expectIds, type Scorer, tensorsOf } from './evaluate.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
@@ -224,6 +224,10 @@ export class Trainer implements Disposable {
     optimizer.dropGrads()
     const place = data.state?.()
     const batches = Array.from({ length: accumulate }, (_, i) => data.batch(this.batches + i, batch))
+    const { vocab_size: vocabulary } = { vocab_size: undefined, ...this.model.config }
+    // on a GPU an id out of range would come to light steps later
+    if (typeof vocabulary === 'number')
+      for (const [i, micro] of batches.entries()) expectIds(micro, vocabulary, `batch ${this.batches + i} of the data`)
     const tokens = batches.reduce((sum, { targets }) => sum + counted(targets), 0)
     const losses: Tensor[] = []
     let loss = 0

@@ -228,19 +228,33 @@ it('refuses what it does not know', () => {
   expect(make({ optimizer: { betas: [0.9, 1] } })).toThrow(/betas\[1\] is 1 and must be at least 0 and less than 1/)
 })
 
-it('names a token id that the vocabulary does not have', async () => {
+it.each([
+  ['ids', 256],
+  ['ids', -1],
+  ['targets', 256],
+  ['targets', -1],
+] as const)('D6: %s of %d in batch 3 are named with their place, and other batches go on', async (name, id) => {
   const wrong: Dataset = {
-    ...data,
     sequence: 32,
-    batch: (index, size) => ({ ...data.batch(index, size), ids: new Int32Array(32 * size).fill(256) }),
+    batch: (index, size) => {
+      const batch = data.batch(index, size)
+      batch.targets[0] = -100
+      if (index === 3) batch[name][5] = id
+      return batch
+    },
     validation: () => [],
   }
   const { model, trainer: it } = trainer('coat', { data: wrong })
+  for (let i = 0; i < 3; i++) await it.step()
+  const state = await stateOf(model, it)
   const before = memory().tensors
   await expect(it.step()).rejects.toThrow(
-    'embedding_forward: ids[0] is 256 and must be at least 0 and less than V = 256',
+    `training: batch 3 of the data: ${name}[5] is ${id} and must be at least 0 and less than 256, the model's vocabulary`,
   )
   expect(memory().tensors).toBe(before)
+  expect(await stateOf(model, it)).toBe(state)
+  it.batches += 1
+  expect((await it.step()).step).toBe(4)
   it.dispose()
   model.dispose()
 })
