@@ -41,11 +41,11 @@ describe('finetune', () => {
 
   it.skipIf(!there)('coat ends within 0.5 % of bf16, on text and on chats', { timeout: 600_000 }, async () => {
     const said: string[] = []
-    const bf16 = await finetune(stories, 'bf16', 200, (text) => said.push(text))
-    const coat = await finetune(stories, 'coat', 200, (text) => said.push(text))
+    const bf16 = await finetune(stories, 'bf16', 100, (text) => said.push(text))
+    const coat = await finetune(stories, 'coat', 100, (text) => said.push(text))
     for (const { text, chat } of [bf16, coat]) {
-      expect(text[1]).toBeLessThan(text[0] - 0.9)
-      expect(chat[1]).toBeLessThan(chat[0] - 0.1)
+      expect(text[1]).toBeLessThan(text[0] - 0.6)
+      expect(chat[1]).toBeLessThan(chat[0] - 0.05)
     }
     expect(coat.text[1] / bf16.text[1], said.join('\n')).toBeLessThan(1.005)
     expect(coat.text[1] / bf16.text[1], said.join('\n')).toBeGreaterThan(0.995)
