@@ -9,6 +9,7 @@ import {
   LlamaForCausalLM,
   memory,
   type StepMetrics,
+  saveCheckpoint,
   TextDataset,
   Trainer,
   type TrainerOptions,
@@ -319,7 +320,12 @@ it('T6: weights that changed in any way are quantized anew', async () => {
   const [first] = model.parameters('*o_proj*')
   first?.write(new Float32Array(first.tensor.numel).fill(0.01))
   expect(await it.validate(4)).toBe(await fresh())
-  drop(it)
+  const loaded = trainerOf({}, 3)
+  const before = await loaded.validate(4)
+  await loaded.resume(await saveCheckpoint(it, dir), { allow: ['accumulate'] })
+  expect(await loaded.validate(4)).not.toBe(before)
+  expect(await loaded.validate(4)).toBe(await fresh())
+  drop(it, loaded)
 })
 
 describe('another batch size after a resume', () => {

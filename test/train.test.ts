@@ -240,6 +240,49 @@ describe('a run', () => {
   })
 })
 
+it.skipIf(!there)(
+  'fine-tunes a folder on chats, with frozen parameters, and leaves another with its tokenizer',
+  async () => {
+    const message = (role: string, i: number) => ({ role, content: `The dog has ${i} balls.` })
+    const chats = Array.from({ length: 60 }, (_, i) => ({
+      messages: [message('user', i), message('assistant', i + 1)],
+    }))
+    const config = {
+      ...small,
+      model: { from: stories },
+      freeze: ['model.embed_tokens.*', '*layers.0.*'],
+      data: { jsonl: 'chats.jsonl', sequence: 64 },
+      steps: 10,
+      save: { dtype: 'bf16' },
+    }
+    write(config)
+    writeFileSync(join(folder, 'chats.jsonl'), chats.map((chat) => `${JSON.stringify(chat)}\n`).join(''))
+    const { status, stderr } = run('config.json')
+    expect(status, stderr).toBe(0)
+    const lines = metrics()
+    expect(lines.at(-1)?.loss).toBeLessThan(lines[0]?.loss as number)
+    const out = join(folder, 'out/model')
+    expect(readdirSync(out).sort()).toEqual([
+      'config.json',
+      'model.safetensors',
+      'tokenizer.json',
+      'tokenizer_config.json',
+    ])
+    using was = await LlamaForCausalLM.fromPretrained(stories, { recipe: 'bf16' })
+    using is = await LlamaForCausalLM.fromPretrained(out, { recipe: 'bf16' })
+    for (const [i, { name, tensor }] of was.parameters().entries()) {
+      const same = Buffer.compare(
+        await tensor.readBytes(),
+        (await is.parameters()[i]?.tensor.readBytes()) ?? new Uint8Array(),
+      )
+      const frozen = name.startsWith('model.embed_tokens') || name.includes('layers.0.')
+      // norms are saved in bf16 too, where a small change may vanish
+      if (frozen && !name.includes('norm')) expect(same, name).toBe(0)
+      if (!frozen && !name.includes('norm')) expect(same, name).not.toBe(0)
+    }
+  },
+)
+
 describe('prepare', () => {
   const texts = ['Call me Ishmael.', '', 'Some years ago, \u2028 never mind how long precisely.', 'É\n\nü 🐋']
 
