@@ -22,7 +22,7 @@ it('pretrain: resumes, learns, and leaves a model', async () => {
     /held-out (.*)/.exec(line)?.[1] ? [Number(/held-out (.*)/.exec(line)?.[1])] : [],
   )
   expect(held[2]).toBeLessThan(held[0] as number)
-  expect(Number(/perplexity of the last chapters: ([\d.]+)/.exec(said.join('\n'))?.[1])).toBeLessThan(16)
+  expect(Number(/perplexity of the last chapters: ([\d.]+)/.exec(said.join('\n'))?.[1])).toBeLessThan(24)
   expect(readdirSync(join(folder, 'checkpoints')).sort()).toEqual(['step-00000040', 'step-00000060'])
   using model = await LlamaForCausalLM.fromPretrained(join(folder, 'model'), { recipe: 'bf16' })
   expect(model.config.hidden_size).toBe(64)
