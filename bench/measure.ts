@@ -19,7 +19,7 @@ export interface OpCase {
   members?: readonly number[]
   /** Format of every tensor; optional ones that are not named are absent. */
   formats: Readonly<Record<string, AnyFormat>>
-  /** Number arguments that are no sizes. */
+  /** Number arguments that are no sizes; `sizes` may have others for a row to show. */
   numbers?: Readonly<Record<string, number>>
   /** Words; those that are not named are the first of their list. */
   words?: Readonly<Record<string, string>>
@@ -36,8 +36,11 @@ export function sum(count: number, term: (k: number) => number): number {
   return total
 }
 
+/** Rows of the packed documents of a case with `starts`. */
+export const documentRows = (T: number) => Math.ceil(T / 8)
+
 // Arguments that are no numbers between -1 and 1.
-const fills: Readonly<Record<string, (u: number, sizes: Sizes) => number>> = {
+const fills: Readonly<Record<string, (u: number, sizes: Sizes, i: number) => number>> = {
   ids: (u, { V = 1 }) => Math.floor(u * V),
   targets: (u, { V = 1 }) => Math.floor(u * V),
   rstd: (u) => 1 + u,
@@ -45,6 +48,7 @@ const fills: Readonly<Record<string, (u: number, sizes: Sizes) => number>> = {
   v: (u) => u * u,
   clip: () => 0.5, // [factor, skip]: skip is set to 0 below
   dloss: () => 1,
+  starts: (_, { T = 1 }, i) => (i % T) - ((i % T) % documentRows(T)),
   scale: () => 1 / 128, // for numbers up to 3.5 in e4m3
 }
 
@@ -316,7 +320,7 @@ function argumentOf(
   onDevice: boolean,
 ): unknown[] {
   const format = one.formats[name]
-  if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.numbers?.[name] ?? one.sizes[name]]
+  if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.sizes[name] ?? one.numbers?.[name]]
   if (mode === 'word') return [one.words?.[name] ?? words[0]]
   if (mode === 'out' && formats.length === 1) return [] // known, so not asked for
   if (mode === 'out' || mode === 'opt_out') return [format ?? null]
@@ -361,9 +365,9 @@ function valuesOf(
   const n = shape.reduce((a, b) => a * b, 1)
   const fill = fills[name] ?? ((u: number) => 2 * u - 1)
   let state = [...name].reduce((hash, letter) => Math.imul(hash, 31) + letter.charCodeAt(0), seed) >>> 0
-  const next = () => {
+  const next = (_: unknown, i: number) => {
     state = (Math.imul(state, 1664525) + 1013904223) >>> 0
-    return fill(state / 2 ** 32, sizes)
+    return fill(state / 2 ** 32, sizes, i)
   }
   const values = format === 'i32' ? Int32Array.from({ length: n }, next) : Float32Array.from({ length: n }, next)
   if (name === 'clip') values[1] = 0

@@ -1,7 +1,7 @@
 // Every op of the table as cases to check and time, by the names of the table.
 import { CoatError } from '../lib/index.ts'
 import type { AnyFormat } from '../lib/native.gen.ts'
-import { type OpCase, type Sizes, sum, type Values } from './measure.ts'
+import { documentRows, type OpCase, type Sizes, sum, type Values } from './measure.ts'
 
 const rows = { M: 4096, N: 1024 }
 const attention = { B: 8, T: 256, H: 6, J: 6, D: 64 }
@@ -112,6 +112,29 @@ const swiglu = (x: AnyFormat, y: AnyFormat): OpCase => ({
   },
 })
 
+// As many tokens as the other cases have, in short and in long sequences
+const long = { B: 2, T: 8192, H: 32, J: 8, D: 128 }
+const attentionCase = (
+  op: 'attention_forward' | 'attention_backward',
+  formats: OpCase['formats'],
+  changes: readonly Readonly<Record<string, number>>[],
+): OpCase => ({
+  op,
+  sizes: attention,
+  large: changes.map((change) => ({ ...long, ...change })),
+  formats,
+  numbers: { causal: 1, window: 0, scale: 0.125 },
+  flops: ({ B = 1, T = 1, H = 1, D = 1, causal = 1, window = 0 }) => {
+    const rows = formats.starts ? documentRows(T) : T
+    const seen = Math.min(window || rows, rows)
+    const pairs = causal ? seen * rows - seen ** 2 / 2 : rows ** 2
+    return 2 * (op === 'attention_forward' ? 2 : 5) * D * pairs * B * H * (T / rows)
+  },
+})
+const attentionChanges = [{ B: 8, T: 2048, J: 32 }, {}, { D: 64 }, { causal: 0 }, { window: 1024 }]
+const attentionForward = { qkv: 'bf16', out: 'bf16', lse: 'f32' } as const
+const attentionBackward = { dout: 'bf16', ...attentionForward, dqkv: 'bf16' } as const
+
 const adamw = (state: AnyFormat, formats: OpCase['formats'], rounding = 'nearest'): OpCase => ({
   op: 'adamw',
   sizes: { L: 4, ...rows },
@@ -182,6 +205,33 @@ export const opCases: readonly OpCase[] = [
     expect: { result: 'y', value: (i, values) => at(values, 'y', i) + at(values, 'x', i) },
   },
   {
+    op: 'multiply_into',
+    sizes: rows,
+    formats: { y: 'bf16', factor: 'f32' },
+    expect: { result: 'y', value: (i, values) => at(values, 'y', i) * at(values, 'factor', 0) },
+  },
+  {
+    op: 'slice',
+    sizes: { N: 4096, R: 2048 },
+    formats: { x: 'f32', y: 'f32' },
+    numbers: { from: 1 },
+    expect: { result: 'y', value: (i, values) => at(values, 'x', i + 1) },
+  },
+  {
+    op: 'slice_rows',
+    sizes: { ...rows, R: 2048 },
+    formats: { x: 'bf16', y: 'bf16' },
+    numbers: { from: 1 },
+    expect: { result: 'y', value: (i, values, { N = 1 }) => at(values, 'x', i + N) },
+  },
+  {
+    op: 'place_rows',
+    sizes: { ...rows, R: 2048 },
+    formats: { y: 'bf16', x: 'bf16' },
+    numbers: { to: 0 },
+    expect: { result: 'y', value: (i, values, { R = 1, N = 1 }) => at(values, i < R * N ? 'x' : 'y', i) },
+  },
+  {
     op: 'column_sum',
     sizes: rows,
     formats: { x: 'bf16', y: 'f32' },
@@ -230,22 +280,12 @@ export const opCases: readonly OpCase[] = [
   { op: 'gelu_forward', sizes: rows, formats: { x: 'e4m3/g16', y: 'e4m3/t' } },
   { op: 'gelu_backward', sizes: rows, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'bf16' } },
   { op: 'rope', sizes: attention, formats: { qkv: 'bf16', table: 'f32' }, numbers: { direction: 1 } },
-  {
-    op: 'attention_forward',
-    sizes: attention,
-    formats: { qkv: 'bf16', out: 'bf16', lse: 'f32' },
-    numbers: { causal: 1, scale: 0.125 },
-    // two products with half of a [T, T] matrix
-    flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 2 * B * H * T * T * D,
-  },
-  {
-    op: 'attention_backward',
-    sizes: attention,
-    formats: { dout: 'bf16', qkv: 'bf16', out: 'bf16', lse: 'f32', dqkv: 'bf16' },
-    numbers: { causal: 1, scale: 0.125 },
-    // five of them
-    flops: ({ B = 1, T = 1, H = 1, D = 1 }) => 5 * B * H * T * T * D,
-  },
+  attentionCase('attention_forward', attentionForward, attentionChanges),
+  attentionCase('attention_forward', { ...attentionForward, starts: 'i32' }, [{}]),
+  attentionCase('attention_backward', attentionBackward, attentionChanges),
+  attentionCase('attention_backward', { ...attentionBackward, starts: 'i32' }, [{}]),
+  attentionCase('attention_backward', { dout: 'bf16', qkv: 'e4m3/g16', out: 'e4m3/g16', dqkv: 'bf16' }, [{}]),
+  { op: 'attention_center', sizes: attention, formats: { qkv: 'bf16' } },
   {
     op: 'attention_cached',
     sizes: { M: 256, T: 256, H: 8, J: 2, D: 64 },

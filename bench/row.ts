@@ -3,10 +3,31 @@ import { execFileSync } from 'node:child_process'
 import { appendFileSync } from 'node:fs'
 import { CoatError, device } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
-import { claim, markdownTable, peakOf, purposes, type Run, showBytes, showNumber, writeWhole } from '../lib/report.ts'
+import {
+  claim,
+  markdownTable,
+  peakOf,
+  purposes,
+  type Run,
+  showBytes,
+  showNumber,
+  type Table,
+  writeWhole,
+} from '../lib/report.ts'
 
 const kinds = ['op', 'step', 'memory', 'train', 'state'] as const
-const metrics = ['time', 'bandwidth', 'flops', 'tokens', 'bytes', 'loss', 'error', 'share'] as const
+const metrics = [
+  'time',
+  'bandwidth',
+  'flops',
+  'tokens',
+  'bytes',
+  'batch',
+  'parameters',
+  'loss',
+  'error',
+  'share',
+] as const
 
 export interface Row {
   schema: 1
@@ -202,10 +223,6 @@ export function markdownRows(rows: readonly Row[]): string {
 }
 
 function lines(rows: readonly Row[]): string {
-  const words = (entries: Record<string, string | number>) =>
-    Object.entries(entries)
-      .map(([name, value]) => `${name} ${value}`)
-      .join(', ')
   const base = rows.find(({ baseline }) => baseline)?.baseline?.name
   return markdownTable({
     head: ['name', 'recipe or formats', 'shape', 'median', 'p20 to p80', ...(base ? [`of ${base}`] : [])],
@@ -215,25 +232,113 @@ function lines(rows: readonly Row[]): string {
       words(row.shape),
       showValue(row, row.median),
       `${showValue(row, row.p20)} to ${showValue(row, row.p80)}`,
-      ...(base ? [row.baseline ? `${Math.round((100 * row.median) / row.baseline.median)} %` : ''] : []),
+      ...(base ? [row.baseline ? showShare(row, row.baseline) : ''] : []),
     ]),
   })
 }
 
-const section = /(<!-- rows (\S+)(?: (\S+) (\S+))? -->\n)[\s\S]*?(<!-- end -->)/g
+/**
+ * Quantities of several systems, a line each by recipe (or formats) and shape, with ratios to the system `base` at the same
+ * shape. Of rows about the same thing the last counts.
+ */
+export function compareRows(rows: readonly Row[], base: string, names: readonly string[]): string {
+  const found = new Map<string, { system: string; shape: string; cells: Map<string, Row> }>()
+  for (const row of rows) {
+    if (!names.includes(row.name)) continue
+    const system = row.recipe ?? words(row.formats)
+    const { threads: _, ...sizes } = row.shape
+    const shape = words(Object.fromEntries(Object.entries(sizes).sort(([a], [b]) => (a < b ? -1 : 1))))
+    const key = JSON.stringify([shape, system])
+    const line = found.get(key) ?? { system, shape, cells: new Map() }
+    line.cells.set(row.name, row)
+    found.set(key, line)
+  }
+  if (found.size === 0) return notMeasured
+  const lines = [...found.values()]
+  const shapes = [...new Set(lines.map(({ shape }) => shape))]
+  const cell = (name: string, row: Row | undefined, own: string) => {
+    if (!row) return ''
+    const value = showValue(row, row.median)
+    const other = lines.find(({ system, shape }) => system === base && shape === own)?.cells.get(name)
+    return other && other !== row ? `${value} (${(row.median / other.median).toFixed(3)} ×)` : value
+  }
+  return markdownTable({
+    head: ['', ...names, ...(shapes.length > 1 ? ['shape'] : [])],
+    rows: shapes.flatMap((shape) =>
+      lines
+        .filter((line) => line.shape === shape)
+        .map(({ system, cells }) => [
+          system,
+          ...names.map((name) => cell(name, cells.get(name), shape)),
+          ...(shapes.length > 1 ? [shape] : []),
+        ]),
+    ),
+  })
+}
 
-/** A Markdown text with its sections `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->` filled from rows of those files; NAME
- * begins their names, or is `*`. */
+/** Losses by recipe, over seeds and data orders: their mean, and the mean, least and largest difference to the baseline's. */
+export function lossTable(rows: readonly Row[]): Table {
+  const groups = new Map<string, Row[]>()
+  for (const row of rows) {
+    const { seed: _, order: __, threads: ___, ...shape } = row.shape
+    const key = JSON.stringify([row.name, row.recipe, shape])
+    groups.set(key, [...(groups.get(key) ?? []), row])
+  }
+  const signed = (part: number) => `${part < 0 ? '' : '+'}${(100 * part).toFixed(3)} %`
+  const mean = (list: readonly number[]) => list.reduce((sum, x) => sum + x, 0) / list.length
+  const base = rows.find(({ baseline }) => baseline)?.baseline?.name ?? 'baseline'
+  return {
+    head: ['recipe', 'what', 'runs', 'loss', `against ${base}`, 'least', 'most'],
+    rows: [...groups.values()].map((group) => {
+      const [{ name, recipe, shape }] = group as [Row]
+      const parts = group.flatMap(({ median, baseline }) => (baseline ? [median / baseline.median - 1] : []))
+      const differences =
+        parts.length > 0 ? [mean(parts), Math.min(...parts), Math.max(...parts)].map(signed) : ['', '', '']
+      return [
+        `${recipe}${shape.twin ? ', moved' : ''}`,
+        shape.from === undefined ? name : `${name} from step ${shape.from}`,
+        String(group.length),
+        mean(group.map(({ median }) => median)).toFixed(4),
+        ...differences,
+      ]
+    }),
+  }
+}
+
+function words(entries: Record<string, string | number>): string {
+  return Object.entries(entries)
+    .map(([name, value]) => `${name} ${value}`)
+    .join(', ')
+}
+
+const notMeasured = 'Not measured yet.'
+const section =
+  /(<!-- (?:rows (\S+)(?: (\S+) (\S+))?|compare (\S+) (\S+) (\S+)|losses (\S+)) -->\n)[\s\S]*?(<!-- end -->)/g
+
+/**
+ * A Markdown text with its sections filled from rows of files, of which `read` gives '' for one that is not there:
+ * `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->`, where NAME begins the names of rows, or is `*`; and
+ * `<!-- compare FILE BASE NAME,NAME -->` … `<!-- end -->`, as `compareRows` does; `<!-- losses FILE -->` … `<!-- end -->`.
+ */
 export function fillSections(markdown: string, read: (file: string) => string): string {
-  return markdown.replace(
-    section,
-    (_, start: string, file: string, name: string | undefined, metric: string | undefined, end: string) => {
-      const wanted = (row: Row) =>
-        name === undefined || ((name === '*' || row.name.startsWith(name)) && row.metric === metric)
-      const rows = parseRows(read(file)).filter(wanted)
-      return `${start}${markdownRows(rows)}\n${end}`
-    },
-  )
+  return markdown.replace(section, (_, start, file, name, metric, compared, base, names, losses, end) => {
+    const rows = parseRows(read(file ?? compared ?? losses))
+    const wanted = (row: Row) => !name || ((name === '*' || row.name.startsWith(name)) && row.metric === metric)
+    const chosen = rows.filter(wanted)
+    const table = compared
+      ? compareRows(rows, base, names.split(','))
+      : chosen.length === 0
+        ? notMeasured
+        : losses
+          ? markdownTable(lossTable(chosen))
+          : markdownRows(chosen)
+    return `${start}${table}\n${end}`
+  })
+}
+
+// Losses differ by tenths of a percent.
+function showShare({ metric, median }: Row, baseline: { median: number }): string {
+  return `${((100 * median) / baseline.median).toFixed(metric === 'loss' ? 2 : 0)} %`
 }
 
 function showValue({ metric, unit }: Row, value: number): string {

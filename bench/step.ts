@@ -1,47 +1,58 @@
-// Trainer steps on random tokens: time, tokens per second, bytes by purpose, and what backward keeps by op and format.
+// Trainer steps on random tokens: time and its parts, tokens and operations a second, bytes by purpose, and what backward
+// keeps by op and format.
 import {
   type Batch,
-  CoatError,
   type Dataset,
   type Device,
   type LedgerRow,
   LlamaForCausalLM,
-  type RecipeName,
+  limitMemory,
+  type Phase,
   type StepMetrics,
   Trainer,
+  type TrainerOptions,
 } from '../lib/index.ts'
+import { native, type PoolUsage } from '../lib/native.ts'
 import { comparison, peakOf, peakQuantities, showBytes, showNumber, type Table } from '../lib/report.ts'
-import { peakRows, percentile, type Row, recipeRows } from './row.ts'
+import { ceilingsOf } from './ceilings.ts'
+import { Clock } from './clock.ts'
+import { configOf, flopsPerToken, type SizeOptions } from './models.ts'
+import type { NamedRecipe } from './options.ts'
+import { makeRow, peakRows, type Row, recipeRows } from './row.ts'
 
-export interface StepOptions {
+export interface StepOptions extends SizeOptions {
   device: Device
-  recipes: readonly RecipeName[]
+  recipes: readonly NamedRecipe[]
   /** Steps that count, after one that does not. */
   steps: number
-  hidden: number
-  layers: number
   batch: number
-  sequence: number
+  /** Bytes that tensors may hold together. */
+  memoryLimit?: number
+  /** More options of the trainer, by name. */
+  trainer?: Record<string, unknown>
 }
 
-export const stepDefaults: Omit<StepOptions, 'device'> = {
-  recipes: ['bf16', 'coat'],
-  steps: 5,
-  hidden: 256,
-  layers: 4,
-  batch: 8,
-  sequence: 256,
-}
+export const stepDefaults = { steps: 5, batch: 8, sequence: 256 }
 
-const vocabulary = 256
+/** Milliseconds of one step's parts; `host` is what queueing them took. */
+export interface Parts {
+  forward: number
+  backward: number
+  update: number
+  host: number
+}
+const partNames = ['forward', 'backward', 'update', 'host'] as const
 
 /** What one recipe took. */
 export interface StepResult {
-  recipe: RecipeName
+  recipe: string
   steps: StepMetrics[]
+  parts: Parts[]
   ledger: readonly LedgerRow[]
   parameters: number
   stateBytes: number
+  /** What the device's pool held at most, and the driver counts as in use; null on the CPU. */
+  pool: PoolUsage | null
   /** Bytes that one more layer keeps for backward, by token. */
   savedPerTokenAndLayer: number
 }
@@ -49,46 +60,67 @@ export interface StepResult {
 export async function stepBench(options: StepOptions): Promise<StepResult[]> {
   const results: StepResult[] = []
   for (const recipe of options.recipes) {
+    const savedBy = async (layers: number) => peakOf((await train(recipe, { ...options, layers }, 1)).steps).saved
+    const more = (await savedBy(2)) - (await savedBy(1))
     const result = await train(recipe, options, options.steps + 1)
-    const deeper = await train(recipe, { ...options, layers: options.layers + 1 }, 1)
-    const more = peakOf(deeper.steps).saved - peakOf(result.steps).saved
-    const savedPerTokenAndLayer = more / (options.batch * options.sequence)
-    results.push({ ...result, recipe, steps: result.steps.slice(1), savedPerTokenAndLayer })
+    results.push({
+      ...result,
+      recipe: recipe.name,
+      steps: result.steps.slice(1),
+      parts: result.parts.slice(1),
+      savedPerTokenAndLayer: more / (options.batch * options.sequence),
+    })
   }
   return results
 }
 
-async function train(recipe: RecipeName, { device, hidden, layers, batch, sequence }: StepOptions, steps: number) {
-  const config = {
-    vocab_size: vocabulary,
-    hidden_size: hidden,
-    intermediate_size: 16 * Math.round(hidden / 6),
-    num_hidden_layers: layers,
-    num_attention_heads: headsOf(hidden),
-    max_position_embeddings: sequence,
-    tie_word_embeddings: true,
-  }
-  using model = new LlamaForCausalLM(config, { recipe, device })
-  using trainer = new Trainer(model, { data: randomTokens(sequence), batch, steps })
-  const done: StepMetrics[] = []
-  for await (const step of trainer.run()) done.push(step)
-  return {
-    steps: done,
-    ledger: trainer.ledger,
-    parameters: model.parameters().reduce((sum, { tensor }) => sum + tensor.numel, 0),
-    stateBytes: trainer.optimizer.stateBytes,
+export async function train({ recipe }: NamedRecipe, options: StepOptions, steps: number) {
+  const { device, batch, sequence } = options
+  const config = configOf(options)
+  const clock = new Clock(device)
+  let marks: { phase: Phase; mark: number; host: number }[] = []
+  const phase = (part: Phase) => marks.push({ phase: part, mark: clock.mark(), host: performance.now() })
+  limitMemory(options.memoryLimit ?? null)
+  try {
+    using model = new LlamaForCausalLM(config, { recipe, device })
+    const data = randomTokens(sequence, config.vocab_size)
+    using trainer = new Trainer(model, { data, batch, steps, phase, ...options.trainer } as TrainerOptions)
+    const done: StepMetrics[] = []
+    const parts: Parts[] = []
+    for await (const step of trainer.run()) {
+      if (done.length === 0 && steps > 1) native.note('measured', device.kind)
+      done.push(step)
+      parts.push(partsOf(marks, clock))
+      marks = []
+      clock.restart()
+    }
+    if (steps > 1) native.note('done', device.kind)
+    await device.sync()
+    return {
+      steps: done,
+      parts,
+      ledger: trainer.ledger,
+      parameters: model.parameters().reduce((sum, { tensor }) => sum + tensor.numel, 0),
+      stateBytes: trainer.optimizer.stateBytes,
+      pool: native.pool(),
+    }
+  } finally {
+    limitMemory(null)
   }
 }
 
-// Heads of 64, or of 16 or 32 in small models.
-function headsOf(hidden: number): number {
-  const size = [64, 32, 16].find((head) => hidden % head === 0 && hidden / head >= 2)
-  if (size === undefined)
-    throw new CoatError(`hidden is ${hidden} and must be a multiple of 16, at least 32`, 'value', 'step', 'hidden')
-  return hidden / size
+function partsOf(marks: readonly { phase: Phase; mark: number; host: number }[], clock: Clock): Parts {
+  const parts = { forward: 0, backward: 0, update: 0, host: 0 }
+  marks.forEach(({ phase, mark, host }, i) => {
+    const next = marks[i + 1]
+    if (phase === 'end' || !next) return
+    parts[phase] += clock.between(mark, next.mark)
+    parts.host += next.host - host
+  })
+  return parts
 }
 
-function randomTokens(sequence: number): Dataset {
+function randomTokens(sequence: number, vocabulary: number): Dataset {
   const batch = (index: number, size: number): Batch => {
     let state = index + 1
     const tokens = Int32Array.from({ length: size * sequence + 1 }, () => {
@@ -100,51 +132,100 @@ function randomTokens(sequence: number): Dataset {
   return { sequence, batch, validation: () => [] }
 }
 
-export function stepRows(results: readonly StepResult[], options: StepOptions): Row[] {
-  const { device, hidden, layers, batch, sequence } = options
-  const fields = { device: device.kind, shape: { hidden, layers, batch, sequence } }
-  const step = { ...fields, kind: 'step' } as const
-  const bytes = { ...fields, kind: 'memory', metric: 'bytes', unit: 'B' } as const
-  return [
-    ...recipeRows(results, { ...step, name: 'step/time', metric: 'time', unit: 'ms' }, ({ steps }) =>
-      steps.map(({ time }) => time),
-    ),
-    ...recipeRows(results, { ...step, name: 'step/tokens', metric: 'tokens', unit: 'tokens/s' }, ({ steps }) =>
-      steps.map(({ tokensPerSecond }) => tokensPerSecond),
-    ),
-    ...peakRows(results, 'step', fields),
-    ...recipeRows(results, { ...bytes, name: 'step/saved_per_token_and_layer' }, (of) => [of.savedPerTokenAndLayer]),
-    ...recipeRows(results, { ...bytes, name: 'step/state_per_parameter' }, (of) => [of.stateBytes / of.parameters]),
-  ]
+/** What rows about a model's steps share: the small model's names have none of their own. */
+export function stepFields(options: Omit<StepOptions, 'recipes' | 'steps'>): { program: string; fields: Partial<Row> } {
+  const { device, model, batch, sequence } = options
+  const { hidden_size: hidden, num_hidden_layers: layers } = configOf(options)
+  return {
+    program: model === 'small' ? 'step' : `step/${model}`,
+    fields: { device: device.kind, shape: { hidden, layers, batch, sequence } },
+  }
 }
 
-export function stepTable(results: readonly StepResult[]): Table {
-  const quantity = (name: string, of: (result: StepResult) => number, show = showNumber) => ({
-    name,
-    values: results.map(of),
-    show,
-  })
-  const median = (pick: (step: StepMetrics) => number) => (result: StepResult) => percentile(result.steps.map(pick), 50)
+export function stepRows(results: readonly StepResult[], options: StepOptions): Row[] {
+  const { program, fields } = stepFields(options)
+  const step = { ...fields, kind: 'step' } as const
+  const bytes = { ...fields, kind: 'memory', metric: 'bytes', unit: 'B' } as const
+  const accumulate = Number(options.trainer?.accumulate ?? 1)
+  const teraflop =
+    (flopsPerToken(configOf(options), options.sequence) * options.batch * options.sequence * accumulate) / 1e12
+  const rates = ({ steps }: StepResult) => steps.map(({ time }) => (teraflop / time) * 1000)
+  const rows = [
+    ...recipeRows(results, { ...step, name: `${program}/time`, metric: 'time', unit: 'ms' }, ({ steps }) =>
+      steps.map(({ time }) => time),
+    ),
+    ...partNames.flatMap((part) =>
+      recipeRows(results, { ...step, name: `${program}/${part}`, metric: 'time', unit: 'ms' }, ({ parts }) =>
+        parts.map((of) => of[part]),
+      ),
+    ),
+    ...recipeRows(results, { ...step, name: `${program}/tokens`, metric: 'tokens', unit: 'tokens/s' }, ({ steps }) =>
+      steps.map(({ tokensPerSecond }) => tokensPerSecond),
+    ),
+    ...recipeRows(results, { ...step, name: `${program}/flops`, metric: 'flops', unit: 'TFLOP/s' }, rates),
+    ...peakRows(results, program, fields),
+    ...recipeRows(results, { ...bytes, name: `${program}/saved_per_token_and_layer` }, (of) => [
+      of.savedPerTokenAndLayer,
+    ]),
+    ...recipeRows(results, { ...bytes, name: `${program}/state_per_parameter` }, (of) => [
+      of.stateBytes / of.parameters,
+    ]),
+  ]
+  for (const result of results) {
+    const { recipe, pool, ledger } = result
+    for (const [name, value] of Object.entries(
+      pool ? { reserved: pool.reservedPeak, driver: pool.total - pool.free } : {},
+    ))
+      rows.push(makeRow({ ...bytes, recipe, name: `${program}/${name}` }, [value]))
+    for (const { op, format, bytes: kept } of ledger)
+      rows.push(makeRow({ ...bytes, recipe, name: `${program}/saved/${op}`, formats: { saved: format } }, [kept]))
+    for (const { name, peak } of peaksOf(options.device))
+      rows.push(
+        makeRow(
+          { ...step, recipe, name: `${program}/utilisation/${name}`, metric: 'share', unit: '%' },
+          rates(result).map((rate) => (100 * rate) / peak),
+        ),
+      )
+  }
+  return rows
+}
+
+/** Rates of the device's tensor cores, TFLOP/s. */
+function peaksOf({ description }: Device): { name: string; peak: number }[] {
+  const ceilings = ceilingsOf(description)
+  return ceilings ? (['bf16', 'fp8'] as const).map((name) => ({ name, peak: ceilings[name] })) : []
+}
+
+export function stepTable(results: readonly StepResult[], options: StepOptions): Table {
+  const rows = stepRows(results, options)
+  const { program } = stepFields(options)
+  const row = (recipe: string, name: string) =>
+    rows.find((one) => one.recipe === recipe && one.name === `${program}/${name}`)
+  const quantity = (text: string, name: string, show = showNumber) =>
+    rows.some((one) => one.name === `${program}/${name}`)
+      ? [{ name: text, values: results.map(({ recipe }) => row(recipe, name)?.median ?? 0), show }]
+      : []
   return comparison(
     results.map(({ recipe }) => recipe),
     [
-      quantity(
-        'ms a step',
-        median(({ time }) => time),
-      ),
-      quantity(
-        'tokens/s',
-        median((step) => step.tokensPerSecond),
+      ...quantity('ms a step', 'time'),
+      ...partNames.flatMap((part) => quantity(part === 'host' ? 'ms to queue it' : `ms of ${part}`, part)),
+      ...quantity('tokens/s', 'tokens'),
+      ...quantity('TFLOP/s of the model', 'flops'),
+      ...peaksOf(options.device).flatMap(({ name, peak }) =>
+        quantity(`% of ${peak} TFLOP/s (${name})`, `utilisation/${name}`),
       ),
       ...peakQuantities(results.map(({ steps }) => peakOf(steps))),
-      quantity('saved bytes per token and layer', (result) => result.savedPerTokenAndLayer),
-      quantity('state bytes per parameter', ({ stateBytes, parameters }) => stateBytes / parameters),
+      ...quantity('reserved by the pool', 'reserved', showBytes),
+      ...quantity('in use on the device', 'driver', showBytes),
+      ...quantity('saved bytes per token and layer', 'saved_per_token_and_layer'),
+      ...quantity('state bytes per parameter', 'state_per_parameter'),
     ],
   )
 }
 
 /** What backward keeps, by op and format. */
-export function ledgerTable({ ledger }: StepResult): Table {
+export function ledgerTable(ledger: readonly LedgerRow[]): Table {
   return {
     head: ['kept by', 'format', 'tensors', 'bytes'],
     rows: ledger.map(({ op, format, tensors, bytes }) => [op, format, String(tensors), showBytes(bytes)]),

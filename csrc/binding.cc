@@ -1,17 +1,12 @@
-// Node's view: tensors behind number handles, memory, and one function a line of ops.def. The only file that knows
-// Node.
+// Node's view: tensors behind number handles, memory, and one function a line of ops.def. With reader.h the only file
+// that knows Node.
 #include <napi.h>
 
 #include <cmath>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <new>
-#include <thread>
 
 #include "contract.h"
 #include "cpu/parallel.h"
@@ -19,6 +14,8 @@
 #include "describe.h"
 #include "memory.h"
 #include "ops.h"
+#include "profile.h"
+#include "reader.h"
 
 namespace coat {
 namespace {
@@ -112,100 +109,6 @@ std::vector<int> positions_of(const Op& op) {
   return positions;
 }
 
-// Resolves reads when the device has done them: one thread an environment, started by the first read.
-class Reader {
- public:
-  explicit Reader(Napi::Env env) : env_(env) {}
-  Reader(const Reader&) = delete;
-
-  // A promise of an ArrayBuffer with `bytes` bytes from `data`.
-  Napi::Value read(const uint8_t* data, int64_t bytes) {
-    auto job = std::make_unique<Job>(
-        Job{std::make_unique<cuda::Reading>(data, bytes), bytes, Napi::Promise::Deferred::New(env_), nullptr});
-    const Napi::Value promise = job->deferred.Promise();
-    if (!thread_.joinable()) start();
-    if (pending_++ == 0) settle_.Ref(env_);
-    {
-      std::lock_guard lock(mutex_);
-      jobs_.push_back(std::move(job));
-    }
-    wake_.notify_one();
-    return promise;
-  }
-
-  // Waits for what is under way; its promises stay open, for the environment is ending.
-  void stop() {
-    if (!thread_.joinable()) return;
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_one();
-    thread_.join();
-    settle_.Release();
-  }
-
-  std::function<Napi::Value(const Error&)> make_error;
-
- private:
-  struct Job {
-    std::unique_ptr<cuda::Reading> reading;
-    int64_t bytes;
-    Napi::Promise::Deferred deferred;
-    std::unique_ptr<Error> error;
-  };
-
-  void start() {
-    settle_ = Napi::ThreadSafeFunction::New(env_, Napi::Function(), "coat-fp8 read", 0, 1);
-    settle_.Unref(env_);
-    napi_add_env_cleanup_hook(
-        env_, [](void* reader) { static_cast<Reader*>(reader)->stop(); }, this);
-    thread_ = std::thread([this] { loop(); });
-  }
-
-  void loop() {
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
-      if (stopping_) return;
-      std::unique_ptr<Job> job = std::move(jobs_.front());
-      jobs_.pop_front();
-      lock.unlock();
-      try {
-        job->reading->wait();
-      } catch (const Error& error) {
-        job->error = std::make_unique<Error>(error);
-      }
-      Job* done = job.release();
-      const napi_status status = settle_.NonBlockingCall(done, [this](Napi::Env env, Napi::Function, Job* settled) {
-        const std::unique_ptr<Job> owner(settled);
-        if (env != nullptr) finish(env, *settled);
-      });
-      if (status != napi_ok) delete done;
-    }
-  }
-
-  void finish(Napi::Env env, Job& job) {
-    if (--pending_ == 0) settle_.Unref(env);
-    if (job.error) {
-      job.deferred.Reject(make_error(*job.error));
-      return;
-    }
-    auto buffer = Napi::ArrayBuffer::New(env, job.bytes);
-    if (job.bytes) std::memcpy(buffer.Data(), job.reading->host(), job.bytes);
-    job.deferred.Resolve(buffer);
-  }
-
-  Napi::Env env_;
-  Napi::ThreadSafeFunction settle_;
-  std::thread thread_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::unique_ptr<Job>> jobs_;
-  bool stopping_ = false;
-  int64_t pending_ = 0;
-};
-
 class Addon {
  public:
   Memory memory{guard_wanted()};
@@ -213,6 +116,8 @@ class Addon {
   std::vector<std::vector<int>> positions;
 
   Reader reader;
+  cuda::Marks marks;
+  std::unique_ptr<Profile> profile = Profile::wanted();
 
   explicit Addon(Napi::Env env) : reader(env) {
     for (const auto& op : table()) positions.push_back(positions_of(op));
@@ -275,7 +180,10 @@ class Call {
       each([&](const Argument& argument, const Napi::Value& value, auto& field) {
         make_output(argument, value, field);
       });
-      coat::run(args_);
+      if (addon_.profile)
+        profiled(*addon_.profile);
+      else
+        coat::run(args_);
     } catch (...) {
       for (double handle : made_) addon_.memory.free(handle);
       throw;
@@ -296,6 +204,16 @@ class Call {
       const int position = positions_[i];
       f(op_.arguments[i++], position < 0 ? info_.Env().Undefined() : info_[position], field);
     });
+  }
+
+  void profiled(Profile& profile) {
+    profile.begin(op_, args_.device);
+    for (char letter = 'A'; letter <= 'Z'; ++letter)
+      if (contract_.letter(letter) >= 0) profile.size(std::string(1, letter), contract_.letter(letter));
+    each([&](const Argument& argument, const Napi::Value&, auto& field) { profile.argument(argument, field); });
+    profile.start();
+    coat::run(args_);
+    profile.end();
   }
 
   void read_number(const Argument& argument, const Napi::Value& value, float& field) {
@@ -424,6 +342,20 @@ Napi::Value write(const Napi::CallbackInfo& info) {
   });
 }
 
+// clear(tensor): all its bytes 0, which is the value 0 in formats without scales.
+Napi::Value clear(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "clear", [&] {
+    const double handle = number_argument(info[0], "tensor");
+    const Tensor& tensor = addon_of(info).memory.get(handle, "tensor");
+    const int64_t bytes = bytes_of(tensor.format, tensor.shape);
+    if (tensor.device == Device::cuda)
+      cuda::fill(tensor.data, 0, bytes);
+    else
+      std::memset(tensor.data, 0, bytes);
+    addon_of(info).memory.changed(handle);
+  });
+}
+
 // read(tensor): a promise of an ArrayBuffer with the bytes of the tensor.
 Napi::Value read(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "read", [&]() -> Napi::Value {
@@ -446,30 +378,40 @@ Napi::Value open(const Napi::CallbackInfo& info) {
   });
 }
 
-// sync(device): a promise that everything queued on the device is done.
+// sync(device): a promise that everything queued on the device is done. A profile is written first.
 Napi::Value sync(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "sync", [&]() -> Napi::Value {
-    if (parse_device(text_argument(info[0], "device")) == Device::cuda) return addon_of(info).reader.read(nullptr, 0);
+    const Device device = parse_device(text_argument(info[0], "device"));
+    if (addon_of(info).profile) addon_of(info).profile->flush();
+    if (device == Device::cuda) return addon_of(info).reader.read(nullptr, 0);
     auto deferred = Napi::Promise::Deferred::New(info.Env());
     deferred.Resolve(info.Env().Undefined());
     return deferred.Promise();
   });
 }
 
+// note(name, device): a point in time of the profile, where there is one.
+Napi::Value note(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "note", [&] {
+    if (addon_of(info).profile)
+      addon_of(info).profile->note(text_argument(info[0], "name"), parse_device(text_argument(info[1], "device")));
+  });
+}
+
 // mark(), elapsed(from, to), forgetMarks(): the clock of the CUDA device.
 Napi::Value mark(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "mark", [&]() -> Napi::Value {
-    return Napi::Number::New(info.Env(), static_cast<double>(cuda::mark()));
+    return Napi::Number::New(info.Env(), static_cast<double>(addon_of(info).marks.set()));
   });
 }
 Napi::Value elapsed(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "elapsed", [&]() -> Napi::Value {
-    return Napi::Number::New(info.Env(),
-                             cuda::elapsed(integer_argument(info[0], "from"), integer_argument(info[1], "to")));
+    return Napi::Number::New(
+        info.Env(), addon_of(info).marks.between(integer_argument(info[0], "from"), integer_argument(info[1], "to")));
   });
 }
 Napi::Value forget_marks(const Napi::CallbackInfo& info) {
-  cuda::forget_marks();
+  addon_of(info).marks.forget();
   return info.Env().Undefined();
 }
 
@@ -521,9 +463,38 @@ Napi::Value memory(const Napi::CallbackInfo& info) {
   return result;
 }
 
+// pool(): what the device's pool holds; null before a tensor is there.
+Napi::Value pool(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "pool", [&]() -> Napi::Value {
+    if (!addon_of(info).memory.on_device()) return info.Env().Null();
+    const cuda::Pool pool = cuda::pool();
+    auto result = Napi::Object::New(info.Env());
+    const auto set = [&](const char* name, int64_t bytes) { result.Set(name, static_cast<double>(bytes)); };
+    set("used", pool.used);
+    set("usedPeak", pool.used_peak);
+    set("reserved", pool.reserved);
+    set("reservedPeak", pool.reserved_peak);
+    set("free", pool.free);
+    set("total", pool.total);
+    return result;
+  });
+}
+
+// memoryLimit() or memoryLimit(bytes): the most bytes that tensors may hold together; 0: no limit.
+Napi::Value memory_limit(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "memoryLimit", [&]() -> Napi::Value {
+    Memory& memory = addon_of(info).memory;
+    if (info.Length() > 0) {
+      const int64_t bytes = integer_argument(info[0], "bytes");
+      if (bytes < 0) fail("value", "bytes", "bytes is ", bytes, " and must not be negative");
+      memory.limit(bytes);
+    }
+    return Napi::Number::New(info.Env(), static_cast<double>(memory.limit()));
+  });
+}
+
 Napi::Value reset_peak(const Napi::CallbackInfo& info) {
-  addon_of(info).memory.reset_peak();
-  return info.Env().Undefined();
+  return addon_of(info).guarded(info.Env(), "resetPeak", [&] { addon_of(info).memory.reset_peak(); });
 }
 
 Napi::Value check_guards(const Napi::CallbackInfo& info) {
@@ -592,9 +563,11 @@ Napi::Object init(Napi::Env env, Napi::Object exports) {
   set("make", make);
   set("free", free);
   set("write", write);
+  set("clear", clear);
   set("read", read);
   set("open", open);
   set("sync", sync);
+  set("note", note);
   set("mark", mark);
   set("elapsed", elapsed);
   set("forgetMarks", forget_marks);
@@ -603,6 +576,8 @@ Napi::Object init(Napi::Env env, Napi::Object exports) {
   set("retag", retag);
   set("version", version);
   set("memory", memory);
+  set("pool", pool);
+  set("memoryLimit", memory_limit);
   set("resetPeak", reset_peak);
   set("checkGuards", check_guards);
   set("threads", threads);

@@ -287,10 +287,11 @@ void check_row_not_empty(const Tensor& x, const char* argument) {
   if (x.shape.cols() == 0) fail("shape", argument, argument, " ", text_of(x), " must have at least one column");
 }
 
-void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J) {
+void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window) {
   if (T < 1) fail("value", "T", "T is ", T, " and must be at least 1");
   if (rows % T != 0) fail("value", "T", "T is ", T, " and must divide B*T = ", rows);
   if (J < 1 || H % J != 0) fail("value", "J", "J is ", J, " and must divide H = ", H);
+  if (window < 0) fail("value", "window", "window is ", window, " and must be at least 0");
 }
 
 void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int64_t window) {
@@ -303,6 +304,12 @@ void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int
 void check_rotation(int64_t D, int64_t direction) {
   if (D % 2 != 0) fail("value", "D", "D is ", D, " and must be even, because rope turns pairs");
   if (direction != 1 && direction != -1) fail("value", "direction", "direction is ", direction, " and must be 1 or -1");
+}
+
+void check_slice(const char* argument, int64_t first, int64_t count, int64_t size) {
+  if (first < 0 || first > size - count)
+    fail("value", argument, argument, " is ", first, " and must be from 0 to ", size - count, ", since ", count, " of ",
+         size, " are meant");
 }
 
 void check_flat(const char* argument, const std::vector<Tensor>& states) {

@@ -101,6 +101,8 @@ class Contract {
   // For an op that reads no tensor: the caller says where its outputs go.
   void set_device(Device device) { device_ = device; }
   Device device() const { return device_; }
+  // What a letter of dims stands for in this call; -1: nothing.
+  int64_t letter(char name) const { return letters_[name - 'A'].value; }
 
  private:
   struct Any {
@@ -132,9 +134,10 @@ class Contract {
 
 // Rules of single ops that formats and letters cannot say. Both backends ask before they change anything.
 void check_row_not_empty(const Tensor& x, const char* argument = "x");
-void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J);
+void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window);
 void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int64_t window);
 void check_rotation(int64_t D, int64_t direction);
+void check_slice(const char* argument, int64_t first, int64_t count, int64_t size);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].
 void check_flat(const char* argument, const std::vector<Tensor>& states);
 // How an optimizer rounds its parameters: the positions of the words of `rounding`.

@@ -254,6 +254,21 @@ struct Random {
   }
 };
 
+// ---- attention ----
+
+// The mean of T values from their sums in strands: strand s adds values s, s + kStrands, .. in this order.
+COAT_HD float mean_of_strands(const float (&sum)[kStrands], int64_t T) {
+  return join_strands(sum) / static_cast<float>(T);
+}
+
+// ---- rope ----
+
+// Position of row t of a sequence of T in its document, which begins at `start`; inside the table for any start.
+COAT_HD int64_t rope_position(int64_t t, int64_t start, int64_t T) {
+  const int64_t position = t - start;
+  return position < 0 ? 0 : position < T ? position : T - 1;
+}
+
 // ---- rounding of parameters to bf16 ----
 
 // Stochastic rounding: one draw of Random serves kDrawn consecutive elements, element e its half e % kDrawn, so that

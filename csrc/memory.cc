@@ -69,10 +69,9 @@ uint8_t* Memory::allocate_on_device(int64_t bytes) {
   const int64_t guard = guard_ ? kDeviceGuard : 0;
   uint8_t* block = cuda::allocate(bytes + 2 * guard);
   if (!block) {
-    int64_t held = 0, free = 0;
-    cuda::room(held, free);
-    fail("out_of_memory", "device", "out of memory on cuda: requested ", bytes, " bytes, ", free,
-         " bytes free on the device, ", held, " bytes held by the pool, of which ", usage_.live_total, " in ",
+    const cuda::Pool pool = cuda::pool();
+    fail("out_of_memory", "device", "out of memory on cuda: requested ", bytes, " bytes, ", pool.free,
+         " bytes free on the device, ", pool.reserved, " bytes held by the pool, of which ", usage_.live_total, " in ",
          usage_.tensors, " tensors");
   }
   if (!guard_) return block;
@@ -97,6 +96,15 @@ void Memory::release(const Slot& slot) {
   idle_bytes_ += size;
 }
 
+void Memory::check_limit(const Format& format, const Shape& shape, int64_t bytes, Purpose purpose) const {
+  if (limit_ == 0 || usage_.live_total + bytes <= limit_) return;
+  std::string held;
+  for (int p = 0; p < kPurposeCount; ++p)
+    if (usage_.live[p] > 0) held += ", " + std::to_string(usage_.live[p]) + " " + kPurposes[p];
+  fail("out_of_memory", "limit", "out of memory: ", word_of(format), text_of(shape), " (", kPurposes[int(purpose)],
+       ") needs ", bytes, " bytes; ", usage_.live_total, " bytes are live", held, " and the limit is ", limit_);
+}
+
 double Memory::make(const Format& format, const Shape& shape, Device device, Purpose purpose) {
   double numel = 1;
   for (int i = 0; i < shape.rank; ++i) numel *= static_cast<double>(shape.dims[i]);
@@ -106,6 +114,7 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
     cuda_ = true;
   }
   const int64_t bytes = bytes_of(format, shape);
+  check_limit(format, shape, bytes, purpose);
   uint8_t* data = device == Device::cuda ? allocate_on_device(bytes) : allocate(bytes);
   if (format.scaling != Scaling::none) {  // the padding between codes and scales is part of what read() gives
     const int64_t codes = code_bytes(format.dtype, shape.numel()), padding = scales_offset(format, shape) - codes;
@@ -189,6 +198,7 @@ void Memory::changed(double handle) { slot(handle, "tensor").version += 1; }
 void Memory::reset_peak() {
   for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = usage_.live[p];
   usage_.peak_total = usage_.live_total;
+  if (cuda_) cuda::reset_pool_peak();
 }
 
 int64_t Memory::infs() const { return status_->infs + (cuda_ ? cuda::status()->infs : 0); }

@@ -37,6 +37,11 @@ class Memory {
   void changed(double handle);
   const Usage& usage() const { return usage_; }
   void reset_peak();
+  // The most bytes that tensors may hold together; 0: no limit. Scratch inside a kernel does not count.
+  void limit(int64_t bytes) { limit_ = bytes; }
+  int64_t limit() const { return limit_; }
+  // Whether the CUDA device was opened for a tensor.
+  bool on_device() const { return cuda_; }
   // Throws when a byte outside a live tensor was written.
   void check_guards() const;
   // Infinities that quantizing stores saturated, on both devices.
@@ -57,12 +62,14 @@ class Memory {
   uint8_t* allocate_on_device(int64_t bytes);
   void release(const Slot& slot);
   bool intact(const Slot& slot) const;
+  void check_limit(const Format& format, const Shape& shape, int64_t bytes, Purpose purpose) const;
   int64_t drop_idle();
 
   bool guard_;
   bool cuda_ = false;  // whether the device was opened
   std::unique_ptr<Status> status_;
   Usage usage_;
+  int64_t limit_ = 0;
   std::vector<Slot> slots_;
   std::vector<int64_t> unused_;
   std::map<int64_t, std::vector<uint8_t*>> idle_;  // freed blocks by size, for the next tensor of that size

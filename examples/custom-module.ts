@@ -47,10 +47,11 @@ class NextByte extends Module implements TrainableModel {
 
   /** Logits [M, 256] of ids [M]. Everything made inside a scope is freed, but for what it returns. */
   forward(ids: Tensor): Tensor {
-    const { stream, saved, dw } = this.recipe
+    const { stream, dw } = this.recipe
     return scope(() => {
       const x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
-      const y = ops.add(x, this.mlp.forward(this.norm.forward(x)), stream, saved)
+      // what the next norm reads is made with the sum
+      const y = ops.add(x, this.mlp.forward(this.norm.forward(x)), stream, this.last.reader)
       return this.head.forward(this.last.forward(y))
     })
   }

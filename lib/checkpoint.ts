@@ -10,6 +10,7 @@ import type { Recipe } from './recipes.ts'
 import { Replacement } from './replace.ts'
 import { type Dtype, readSafetensors, type Stored, type TensorSource, writeSafetensors } from './safetensors.ts'
 import type { Schedule } from './schedule.ts'
+import type { Recompute } from './tape.ts'
 import type { Format, Tensor } from './tensor.ts'
 
 /** Of what a folder holds; another one is refused. */
@@ -36,11 +37,14 @@ export interface Checkpointed {
     readonly clip: number
     readonly steps: number
     readonly schedule: Schedule
+    readonly recompute: Recompute
+    readonly optimizerInBackward: boolean
   }
   readonly guard: SpikeGuard | null
   batches: number
   skippedSteps: number
   skipsInARow: number
+  lastNorm: number | null
 }
 
 /** What was loaded. */
@@ -59,6 +63,8 @@ interface Facts {
   batches: number
   skippedSteps: number
   skipsInARow: number
+  /** Clips the next step where that is done within backward. */
+  lastNorm?: number | null
   data: DataState | null
   spike?: SpikeState
   settings: Record<string, unknown>
@@ -182,6 +188,7 @@ export async function loadCheckpoint(
     if (facts.spike) trainer.guard?.restore(facts.spike)
     trainer.skippedSteps = facts.skippedSteps
     trainer.skipsInARow = facts.skipsInARow
+    trainer.lastNorm = facts.lastNorm ?? null
     return { folder, step: facts.step, warnings }
   }
   throw new CoatError(
@@ -263,7 +270,7 @@ function batchesOf({ options }: Checkpointed, { batches, settings }: Facts): num
 }
 
 function factsOf(trainer: Checkpointed): Facts {
-  const { optimizer, options, batches, skippedSteps, skipsInARow, guard } = trainer
+  const { optimizer, options, batches, skippedSteps, skipsInARow, lastNorm, guard } = trainer
   // 0, 1, 3, 7, … and the last step tell schedules apart that differ anywhere
   const places = Array.from({ length: 53 }, (_, i) => 2 ** i - 1).filter((place) => place < options.steps)
   return {
@@ -272,6 +279,7 @@ function factsOf(trainer: Checkpointed): Facts {
     batches,
     skippedSteps,
     skipsInARow,
+    lastNorm,
     data: options.data.state?.() ?? null,
     ...(guard ? { spike: guard.state() } : {}),
     settings: settingsOf(trainer, [...places, options.steps - 1]),
@@ -285,14 +293,16 @@ function settingsOf(
 ): Record<string, unknown> {
   const { recipe, config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
-  const { batch, accumulate, clip, steps, data, schedule } = options
+  const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
   const { position: __, ...order } = { position: 0, sequence: data.sequence, ...data.state?.() }
   const factors = Object.fromEntries(places.map((place) => [place, schedule(place, steps)]))
   const rounding = optimizer.options.rounding ?? recipe.rounding
   const all = { recipe, model: config, optimizer: { ...rest, rounding }, batch, accumulate, clip, steps }
-  return Object.fromEntries(
-    flat({ ...all, ...(guard ? { spike: guard.options } : {}), data: order, schedule: factors }),
-  )
+  // what is made again from a copy differs from what was there by the copy's rounding
+  const kept = recipe.flow === 'save' && recipe.saved !== recipe.stream ? { remade: recompute !== 'none' } : {}
+  const update = optimizerInBackward ? { optimizerInBackward } : {}
+  const spike = guard ? { spike: guard.options } : {}
+  return Object.fromEntries(flat({ ...all, ...kept, ...update, ...spike, data: order, schedule: factors }))
 }
 
 function flat(value: object, before = ''): [string, unknown][] {

@@ -8,6 +8,8 @@ export interface Batch {
   /** −100 where a position takes no part in the loss. */
   targets: Int32Array
   sequence: number
+  /** Of packed documents: where in its sequence the document of each position begins. */
+  starts?: Int32Array
 }
 
 /** Where a dataset is, and all that its order depends on: plain JSON, to save beside a model. */
@@ -140,6 +142,17 @@ export abstract class OrderedDataset implements Dataset {
   #expect(argument: string, value: number, least: number): void {
     expectInteger(this.#name, argument, value, least)
   }
+}
+
+/** `starts` of `rows` sequences of T positions: a document begins with each sequence, and where `begins` says so. */
+export function startsOf(rows: number, sequence: number, begins: (row: number, t: number) => boolean): Int32Array {
+  const starts = new Int32Array(rows * sequence)
+  for (let row = 0; row < rows; row++)
+    for (let t = 1; t < sequence; t++) {
+      const at = row * sequence + t
+      starts[at] = begins(row, t) ? t : (starts[at - 1] as number)
+    }
+  return starts
 }
 
 /** Throws for one function or class, naming an argument. */

@@ -3,7 +3,7 @@ import { readFile } from 'node:fs/promises'
 import { setImmediate } from 'node:timers/promises'
 import { type Batch, expectInteger, type OrderedDataset, refusal } from './data.ts'
 import { JsonlDataset } from './jsonl.ts'
-import { ignoreIndex } from './ops.ts'
+import { documentStarts, ignoreIndex } from './ops.ts'
 import { noGrad } from './tape.ts'
 import { type Device, scope, Tensor } from './tensor.ts'
 import { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
@@ -13,7 +13,7 @@ import { isTokenFile, TokenDataset } from './tokens.ts'
 export interface Scorer {
   readonly device: Device
   /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts?: Tensor | null): Tensor
 }
 
 export interface Evaluation {
@@ -25,9 +25,12 @@ export interface Evaluation {
   tokens: number
 }
 
-/** ids and targets on the device of a model, [B·T] each. */
-export function tensorsOf({ device }: Scorer, { ids, targets }: Batch): [Tensor, Tensor] {
-  return [Tensor.from(ids, [ids.length], { device }), Tensor.from(targets, [targets.length], { device })]
+/** The model's loss of one batch, f32 [1]. */
+export function lossOf(model: Scorer, { ids, targets, sequence, starts }: Batch, weight: number): Tensor {
+  const { device } = model
+  const [inputs, labels] = [ids, targets].map((values) => Tensor.from(values, [values.length], { device }))
+  const documents = starts ? documentStarts(starts, sequence, device) : null
+  return model.loss(inputs as Tensor, labels as Tensor, sequence, weight, documents)
 }
 
 /** Throws unless all ids of a batch, and all targets that are not ignored, lie in [0, vocabulary). */
@@ -56,7 +59,7 @@ export async function evaluate(model: Scorer, batches: Iterable<Batch>): Promise
   let sum = 0
   let tokens = 0
   for (const batch of batches) {
-    using loss = noGrad(() => scope(() => model.loss(...tensorsOf(model, batch), batch.sequence, 1))).keep()
+    using loss = noGrad(() => scope(() => lossOf(model, batch, 1))).keep()
     sum += await loss.item()
     tokens += counted(batch.targets)
     await setImmediate()

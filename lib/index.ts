@@ -89,13 +89,14 @@ export {
   wsd,
 } from './schedule.ts'
 export { freeze, load, type State, stateDict, type Values } from './state.ts'
-export { type LedgerRow, noGrad, Tape } from './tape.ts'
+export { type LedgerRow, noGrad, type Recompute, Tape } from './tape.ts'
 export {
   type Device,
   type DeviceName,
   device,
   type FloatFormat,
   type Format,
+  limitMemory,
   memory,
   resetPeak,
   scope,
@@ -112,6 +113,7 @@ export {
 } from './tokenizer.ts'
 export { encodeDocuments, TokenDataset, type TokenOptions, writeTokens } from './tokens.ts'
 export {
+  type Phase,
   type RunOptions,
   type StepMetrics,
   type TrainableModel,

@@ -1,6 +1,6 @@
 // JSON lines of texts and chats: which tokens they are, and which of them a model learns to say.
 import { open } from 'node:fs/promises'
-import { type Batch, OrderedDataset, type OrderOptions, orderOf, refusal } from './data.ts'
+import { type Batch, OrderedDataset, type OrderOptions, orderOf, refusal, startsOf } from './data.ts'
 import { CoatError } from './native.ts'
 import { ignoreIndex } from './ops.ts'
 import { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
@@ -37,6 +37,8 @@ interface ReadOptions {
 export interface JsonlOptions extends OrderOptions, ReadOptions {
   /** Fraction of the documents held out for validation, spread evenly (default 0.05; 0 holds nothing out). */
   heldOut?: number
+  /** Whether batches say where documents begin, so that attention does not look across (default false). */
+  documents?: boolean
 }
 
 /**
@@ -127,8 +129,8 @@ function joined(parts: Piece[], tokenizer: Tokenizer): Document {
  *
  * The target of a token is the next token of its document where that is learned, else −100: the loss of a chat counts the
  * assistant's tokens only, and the last token of a document has target −100, so the start of the next document is never
- * predicted. Attention does look back across documents of one sequence. Whole documents are held out. Memory holds all
- * tokens and targets, 8 bytes a token; for more than that, `writeTokens` takes the ids that `readJsonl` reads.
+ * predicted. Attention looks back across documents of one sequence unless `documents` is set. Whole documents are held out.
+ * Memory holds all tokens and targets, 9 bytes a token; for more than that, `writeTokens` takes the ids that `readJsonl` reads.
  */
 export class JsonlDataset extends OrderedDataset {
   readonly tokenizer: Tokenizer
@@ -136,8 +138,15 @@ export class JsonlDataset extends OrderedDataset {
   readonly documents: { train: number; heldOut: number }
   readonly #train: Packed
   readonly #heldOut: Packed
+  readonly #apart: boolean
 
-  private constructor(options: Required<OrderOptions>, tokenizer: Tokenizer, train: Document[], heldOut: Document[]) {
+  private constructor(
+    options: Required<OrderOptions>,
+    tokenizer: Tokenizer,
+    train: Document[],
+    heldOut: Document[],
+    apart: boolean,
+  ) {
     const packed = [pack(train, options.sequence), pack(heldOut, options.sequence)] as const
     const count = ({ ids }: Packed) => ids.length / options.sequence
     super('JsonlDataset', options, count(packed[0]), count(packed[1]))
@@ -145,11 +154,12 @@ export class JsonlDataset extends OrderedDataset {
     this.documents = { train: train.length, heldOut: heldOut.length }
     this.#train = packed[0]
     this.#heldOut = packed[1]
+    this.#apart = apart
   }
 
   /** Reads one file or several. */
   static async open(file: string | readonly string[], options: JsonlOptions): Promise<JsonlDataset> {
-    const { heldOut = 0.05, tokenizer = new ByteTokenizer() } = options
+    const { heldOut = 0.05, tokenizer = new ByteTokenizer(), documents: apart = false } = options
     const order = orderOf('JsonlDataset', options)
     const fail = refusal('JsonlDataset')
     if (!(heldOut >= 0 && heldOut < 1)) fail('heldOut', `heldOut is ${heldOut} and must be at least 0 and below 1`)
@@ -165,7 +175,7 @@ export class JsonlDataset extends OrderedDataset {
         'heldOut',
         `heldOut is ${heldOut} and must give at least one of the ${documents.length} documents; 0 holds nothing out`,
       )
-    return new JsonlDataset(order, tokenizer, train, held)
+    return new JsonlDataset(order, tokenizer, train, held, apart)
   }
 
   protected read(heldOut: boolean, numbers: readonly number[]): Batch {
@@ -177,25 +187,35 @@ export class JsonlDataset extends OrderedDataset {
       ids.set(from.ids.subarray(number * T, (number + 1) * T), row * T)
       targets.set(from.targets.subarray(number * T, (number + 1) * T), row * T)
     })
-    return { ids, targets, sequence: T }
+    if (!this.#apart) return { ids, targets, sequence: T }
+    const begins = (row: number, t: number) => from.begins[(numbers[row] as number) * T + t] === 1
+    return { ids, targets, sequence: T, starts: startsOf(numbers.length, T, begins) }
   }
 }
 
 interface Packed {
   ids: Int32Array
   targets: Int32Array
+  /** 1 where a document begins, or what fills the last sequence. */
+  begins: Uint8Array
 }
 
 function pack(documents: readonly Document[], sequence: number): Packed {
   const tokens = documents.reduce((sum, { ids }) => sum + ids.length, 0)
   const length = Math.ceil(tokens / sequence) * sequence
-  const packed = { ids: new Int32Array(length), targets: new Int32Array(length).fill(ignoreIndex) }
+  const packed = {
+    ids: new Int32Array(length),
+    targets: new Int32Array(length).fill(ignoreIndex),
+    begins: new Uint8Array(length),
+  }
   let at = 0
   for (const { ids, learned } of documents) {
     packed.ids.set(ids, at)
+    packed.begins[at] = 1
     for (let i = 1; i < ids.length; i++) if (learned[i]) packed.targets[at + i - 1] = ids[i] as number
     at += ids.length
   }
+  packed.begins.fill(1, at, at + 1)
   return packed
 }
 

@@ -3,7 +3,7 @@ import type { KeyValues } from './cache.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
-import { addGradient } from './tape.ts'
+import { addGradient, Tape } from './tape.ts'
 import {
   type Device,
   type DeviceName,
@@ -27,7 +27,9 @@ const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
   dy: ['f32', 'bf16', 'e5m2/t'],
   scale: ['current'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
+  flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
+  attention: ['stream', 'e4m3/g16'],
   param: ['f32', 'bf16'],
   master: ['f32', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
@@ -48,6 +50,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   },
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
   { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
+  {
+    text: "attention 'e4m3/g16' needs stream 'bf16'",
+    holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
+  },
   {
     text: 'm and v must be a pair of formats that adamw has',
     holds: ({ m, v }) =>
@@ -130,6 +136,8 @@ export class Param implements GradientSink, Disposable {
   readonly decay: boolean
   readonly parts: readonly Part[]
   grad: Tensor | null = null
+  /** Called in backward when `grad` is whole and the tensor may change. */
+  onComplete: (() => void) | null = null
 
   constructor(build: Build, name: string, options: ParamOptions) {
     this.name = name
@@ -178,6 +186,10 @@ export class Param implements GradientSink, Disposable {
   accumulate(gradient: Tensor): void {
     this.grad = addGradient(this.grad, gradient)
     native.retag(this.grad.handle, 'grad')
+  }
+
+  complete(): void {
+    this.onComplete?.()
   }
 
   dropGrad(): void {
@@ -312,8 +324,15 @@ export function linearFormats(
   return { ...operands, y: options.result ?? stream, dx: stream, dw }
 }
 
-function normFormats({ saved, x, stream, dw }: Recipe, plain: boolean): ops.NormFormats {
-  return plain ? { x: stream, y: stream, dx: stream, dw } : { x: saved, y: x, dx: stream, dw }
+// What nonlinear ops read and keep.
+function nonlinear({ saved, flow, x, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
+  return { x: flow === 'save' ? stream : saved, saved, y: x }
+}
+
+function normFormats(recipe: Recipe, plain: boolean): ops.NormFormats {
+  const { stream, dw } = recipe
+  const read = plain ? { x: stream, saved: stream, y: stream } : nonlinear(recipe)
+  return { ...read, dx: stream, dw }
 }
 
 /** RMSNorm over rows [M, size]; the weight is f32. `plain`: input and result keep the stream's format, as before the head. */
@@ -327,6 +346,10 @@ export class RMSNorm extends Module {
     this.eps = options.eps
     this.formats = normFormats(build.recipe, options.plain ?? false)
     this.weight = new Param(build, `${name}.weight`, normParam(options.size, 1))
+  }
+
+  get reader(): ops.Reader {
+    return { formats: this.formats, rms: { w: this.weight.tensor, eps: this.eps } }
   }
 
   forward(x: Tensor): Tensor {
@@ -350,6 +373,10 @@ export class LayerNorm extends Module {
     this.bias = affine ? new Param(build, `${name}.bias`, normParam(options.size, 0)) : null
   }
 
+  get reader(): ops.Reader {
+    return { formats: this.formats }
+  }
+
   forward(x: Tensor): Tensor {
     return ops.layernorm(x, this.weight?.tensor ?? null, this.bias?.tensor ?? null, this.eps, this.formats)
   }
@@ -369,6 +396,8 @@ export interface AttentionSizes {
   /** Bias on the output projection. */
   outputBias?: boolean
   causal?: boolean
+  /** A row sees those less than `window` rows away (default 0: all). */
+  window?: number
   /** Base of the rotation, or null for none. */
   ropeTheta: number | null
   ropeScaling?: ops.RopeScaling | null
@@ -382,6 +411,8 @@ export class Attention extends Module {
   readonly output: Linear
   readonly sizes: AttentionSizes
   readonly stream: 'f32' | 'bf16'
+  /** Format of what is kept for backward. */
+  readonly saved: 'f32' | 'bf16' | 'e4m3/g16'
   readonly device: Device
   #rope: { sequence: number; table: Tensor } | null = null
 
@@ -390,6 +421,7 @@ export class Attention extends Module {
     const { hidden, heads, kvHeads, headDim } = sizes
     this.sizes = sizes
     this.stream = build.recipe.stream
+    this.saved = build.recipe.attention === 'stream' ? this.stream : build.recipe.attention
     this.device = build.device
     const q = heads * headDim
     const kv = kvHeads * headDim
@@ -413,12 +445,12 @@ export class Attention extends Module {
     })
   }
 
-  /** `sequence`: rows T of one sequence; `past`: what one sequence had before x, without gradients. */
-  forward(x: Tensor, sequence: number, past?: KeyValues): Tensor {
-    const { heads, kvHeads, headDim, causal = true, ropeTheta: theta, ropeScaling: scaling = null } = this.sizes
+  /** `sequence`: rows T of one; `starts` i32 [B·T] (`ops.documentStarts`); `past`: of one sequence before x, no gradients. */
+  forward(x: Tensor, sequence: number, starts: Tensor | null = null, past: KeyValues | null = null): Tensor {
+    const { heads, kvHeads, headDim, causal = true, window = 0, ropeTheta: theta, ropeScaling } = this.sizes
     if (past) {
-      const rotation = theta === null ? null : { theta, scaling }
-      return this.output.forward(past.attend(this, this.qkv.forward(x), { heads, kvHeads, headDim, rotation }))
+      const rotation = theta === null ? null : { theta, scaling: ropeScaling ?? null }
+      return this.output.forward(past.attend(this, this.qkv.forward(x), { heads, kvHeads, headDim, rotation, window }))
     }
     const mixed = ops.attention(this.qkv.forward(x), {
       sequence,
@@ -427,6 +459,11 @@ export class Attention extends Module {
       headDim,
       causal,
       rope: this.#table(sequence),
+      starts,
+      window,
+      saved: this.saved,
+      // one copy for backward and for a projection that quantizes what it reads
+      y: isScaled(this.saved) && isScaled(this.output.formats.x) ? this.saved : this.stream,
       dx: this.stream,
     })
     return this.output.forward(mixed)
@@ -471,10 +508,10 @@ export class MLP extends Module {
   constructor(build: Build, name: string, sizes: MLPSizes) {
     super()
     const { hidden, inner } = sizes
-    const { saved, x, dy } = build.recipe
+    const read = nonlinear(build.recipe)
     const gated = sizes.activation === 'swiglu'
     this.activation = sizes.activation
-    this.formats = { x: saved, y: x, dx: dy }
+    this.formats = { ...read, dx: build.recipe.dy }
     const parts = (kind: string): Part[] =>
       gated
         ? [
@@ -486,7 +523,7 @@ export class MLP extends Module {
       inputs: hidden,
       outputs: gated ? 2 * inner : inner,
       bias: sizes.bias ?? false,
-      result: saved,
+      result: read.x,
       parts: parts('weight'),
       biasParts: parts('bias'),
     })
@@ -500,7 +537,9 @@ export class MLP extends Module {
 
   forward(x: Tensor): Tensor {
     const activate = this.activation === 'swiglu' ? ops.swiglu : ops.gelu
-    return this.output.forward(activate(this.input.forward(x), this.formats))
+    // the wide input of the activation is freed before the next product
+    const product = scope(() => activate(this.input.forward(x), this.formats))
+    return this.output.forward(product)
   }
 }
 
@@ -520,27 +559,32 @@ export class Block extends Module {
   readonly mlpNorm: RMSNorm | LayerNorm
   readonly mlp: MLP
   readonly stream: 'f32' | 'bf16'
-  readonly twin: Format
 
   constructor(build: Build, name: string, sizes: BlockSizes) {
     super()
     this.stream = build.recipe.stream
-    this.twin = build.recipe.saved
     this.attentionNorm = normOf(build, `${name}.${sizes.normNames[0]}`, sizes)
     this.attention = new Attention(build, `${name}.self_attn`, sizes)
     this.mlpNorm = normOf(build, `${name}.${sizes.normNames[1]}`, sizes)
     this.mlp = new MLP(build, `${name}.mlp`, sizes)
   }
 
-  forward(x: Tensor, sequence: number, past?: KeyValues): Tensor {
-    const middle = scope(() => this.#add(x, this.attention.forward(this.attentionNorm.forward(x), sequence, past)))
-    const y = scope(() => this.#add(middle, this.mlp.forward(this.mlpNorm.forward(middle))))
-    middle.dispose()
-    return y
-  }
-
-  #add(x: Tensor, change: Tensor): Tensor {
-    return ops.add(x, change, this.stream, this.twin)
+  /** `next`: the norm that will read the result, if it is known. What it asks for is then made with the result. */
+  forward(
+    x: Tensor,
+    sequence: number,
+    starts: Tensor | null = null,
+    next: RMSNorm | LayerNorm | null = null,
+    past: KeyValues | null = null,
+  ): Tensor {
+    return Tape.layer(x, starts ? [starts] : [], () => {
+      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence, starts, past)
+      const middle = scope(() => ops.add(x, change(), this.stream, this.mlpNorm.reader))
+      const reader = next?.reader ?? { formats: this.attentionNorm.formats }
+      const y = scope(() => ops.add(middle, this.mlp.forward(this.mlpNorm.forward(middle)), this.stream, reader))
+      middle.dispose()
+      return y
+    })
   }
 }
 

@@ -21,8 +21,16 @@ export interface NativeOps {
   add(a: Handle, b: Handle, y: 'f32' | 'bf16', twin: 'e4m3/g16' | null): [y: Handle, twin: Handle | null]
   /** y = y + x, summed in FP32. y […], x […]. */
   add_into(y: Handle, x: Handle): void
+  /** y = y * factor. y […], factor [1]. */
+  multiply_into(y: Handle, factor: Handle): void
   /** y[n] = sum over m of x[m, n], FP32 partial sums fixed by shape: the gradient of a bias. x [M, N], y [N]. */
   column_sum(x: Handle, y: 'f32' | 'bf16'): Handle
+  /** y = R elements of x, the first of them x[from]. x [N], y [R]. */
+  slice(x: Handle, y: 'f32' | 'bf16' | 'i32', from: number, R: number): Handle
+  /** y = R rows of x, the first of them x[from]. x [M, N], y [R, N]. */
+  slice_rows(x: Handle, y: 'f32' | 'bf16', from: number, R: number): Handle
+  /** Rows of y become those of x, the first of them y[to]. y [M, N], x [R, N]. */
+  place_rows(y: Handle, x: Handle, to: number): void
   /** y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), row by row; scale, if given, is the per-tensor scale of y. x [M, N], w [N], scale [1], y [M, N], rstd [M]. */
   rmsnorm_forward(x: Handle, w: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, rstd: Handle]
   /** dx = rstd * (w * dy - xhat * mean(w * dy * xhat)), dw = sum over rows of dy * xhat, xhat = x * rstd. dy [M, N], x [M, N], w [N], rstd [M], dx [M, N], dw [N]. */
@@ -41,12 +49,14 @@ export interface NativeOps {
   gelu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
   /** dx = dy * (Phi(x) + x * phi(x)). dy [M, N], x [M, N], dx [M, N]. */
   gelu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t'): Handle
-  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T; direction -1 turns back (the gradient). table [T, D], qkv [B*T, (H+2*J)*D]. */
-  rope(table: Handle, qkv: Handle, H: number, J: number, D: number, direction: number): void
-  /** out = softmax(scale * q k^T, masked after the diagonal when causal) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H]. */
-  attention_forward(qkv: Handle, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): [out: Handle, lse: Handle]
-  /** Gradient of attention_forward for q, k and v, packed as qkv is. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
-  attention_backward(dout: Handle, qkv: Handle, out: Handle, lse: Handle, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, scale: number): Handle
+  /** Rotates q and k of qkv in place, half against half as in Llama: (a, b) -> (a cos - b sin, b cos + a sin). table[t] = D/2 cosines, D/2 sines; row m has position m mod T, less starts[m] when given; direction -1 turns back (the gradient). table [T, D], qkv [B*T, (H+2*J)*D], starts [B*T]. */
+  rope(table: Handle, qkv: Handle, starts: Handle | null, H: number, J: number, D: number, direction: number): void
+  /** out = softmax(scale * q k^T) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. A query sees the keys of its sequence, of its document when starts are given, up to itself when causal, and less than window rows away unless window is 0. qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H]. */
+  attention_forward(qkv: Handle, starts: Handle | null, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [out: Handle, lse: Handle]
+  /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv and out are rounded to bf16 first; without lse it is made again from qkv. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], dqkv [B*T, (H+2*J)*D]. */
+  attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle, lse: Handle | null, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): Handle
+  /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in FP8. qkv [B*T, (H+2*J)*D]. */
+  attention_center(qkv: Handle, T: number, H: number, J: number, D: number): void
   /** Attention of M rows that follow first other ones of one sequence: their k and v go to the rows of cache from first on, in place; out = softmax(scale * q k^T) v over the cache up to the row itself, of it the last window rows unless window is 0; H query heads share J key/value heads. qkv [M, (H+2*J)*D], cache [T, 2*J*D], out [M, H*D]. */
   attention_cached(qkv: Handle, cache: Handle, out: 'f32' | 'bf16', H: number, J: number, D: number, first: number, window: number, scale: number): Handle
   /** y[m] = w[ids[m]]. ids [M], w [V, N], y [M, N]. */

@@ -38,6 +38,17 @@ export interface MemoryUsage {
   infs: number
 }
 
+/** What the pool of the CUDA device holds and how much of it is in use, scratch of kernels included; peaks since `resetPeak()`. */
+export interface PoolUsage {
+  used: number
+  usedPeak: number
+  reserved: number
+  reservedPeak: number
+  /** Bytes of the device: free for anybody, and in all. */
+  free: number
+  total: number
+}
+
 export interface TensorInfo {
   format: AnyFormat
   shape: number[]
@@ -83,10 +94,14 @@ export interface Native extends NativeOps {
   free(tensor: Handle): void
   /** Replaces the bytes of a tensor: codes, then scales. */
   write(tensor: Handle, bytes: NodeJS.TypedArray): void
+  /** Sets all bytes of a tensor to 0: the value 0 in formats without scales. */
+  clear(tensor: Handle): void
   read(tensor: Handle): Promise<ArrayBuffer>
   /** Says what the device is; throws `no_cuda` with what was found when it cannot be used. */
   open(device: DeviceKind): string
   sync(device: DeviceKind): Promise<unknown>
+  /** A point in time of the profile, where COAT_PROFILE asks for one. */
+  note(name: string, device: DeviceKind): void
   /** A point in time of the CUDA device; `elapsed` waits and gives the milliseconds between two. */
   mark(): number
   elapsed(from: number, to: number): number
@@ -97,6 +112,10 @@ export interface Native extends NativeOps {
   retag(tensor: Handle, purpose: Purpose): void
   version(tensor: Handle): number
   memory(): MemoryUsage
+  /** null before a tensor is on the CUDA device. */
+  pool(): PoolUsage | null
+  /** The most bytes that tensors may hold together, 0: no limit; sets it where a number is given. */
+  memoryLimit(bytes?: number): number
   resetPeak(): void
   checkGuards(): void
   threads(count?: number): number

@@ -1,8 +1,8 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
-import { remakeOf, Tape } from './tape.ts'
-import { type FloatFormat, type Format, isScaled, Tensor, type TensorOptions } from './tensor.ts'
+import { remakeOf, retained, Tape } from './tape.ts'
+import { type FloatFormat, isScaled, scope, Tensor, type TensorOptions } from './tensor.ts'
 
 type Plain = 'f32' | 'bf16'
 
@@ -30,7 +30,7 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
 export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
-  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y))
+  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y), formats.y)
   w.dropTwins()
   recordedBy(x, w, b)?.push('linear', [x, w, ...(b ? [b] : [])], y, [xq, w], (dy, [xq, w]) => {
     if (!xq || !w) return []
@@ -41,7 +41,7 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
       const product = scaled
         ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx)
         : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx)
-      dx = Tensor.own(product)
+      dx = Tensor.own(product, formats.dx)
       w.dropTwins()
     }
     let dw: Tensor | null = null
@@ -54,7 +54,7 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
             formats.dw,
           )
         : native.matmul_tn(dyq.handle, xq.handle, formats.dw)
-      dw = Tensor.own(product)
+      dw = Tensor.own(product, formats.dw)
     }
     const db = b?.requiresGrad ? Tensor.own(native.column_sum(dy.as(formats.dx).handle, formats.dw)) : null
     return [dx, dw, db]
@@ -62,10 +62,36 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
   return y
 }
 
-/** Formats of a norm: of its input as forward and backward read it, of its result, and of its gradients. */
-export interface NormFormats {
+/**
+ * Formats of what a nonlinear op reads in forward, of what backward reads instead, and of the result. Where they differ, the
+ * kept tensor is a copy for backward alone, and what backward makes of it again differs from forward's by its rounding. A
+ * value above the largest of forward's then saturates, which brings it back towards the value that forward had.
+ */
+interface NonlinearFormats {
   x: Plain | 'e4m3/g16'
+  saved: Plain | 'e4m3/g16'
   y: Plain | 'e4m3/t' | 'e4m3/g16'
+}
+
+// A recorded `/t` result is made again from the kept g16 tensor, in one pass with the scale that it had.
+function remakeFrom(
+  kept: Tensor | null,
+  y: Tensor,
+  make: (x: Handle, scale: Handle) => Handle,
+  known: Tensor | null = null,
+): void {
+  if (kept && isScaled(kept.format) && y.format === 'e4m3/t' && Tape.current?.recompute !== 'none')
+    y.remake = remakeOf(y, [kept], ([from], scale) => make((from as Tensor).handle, scale), known)
+}
+
+/** The first of the outputs of a call; the others are freed. */
+function only([first, ...rest]: readonly [Handle, ...Handle[]]): Handle {
+  for (const handle of rest) native.free(handle)
+  return first
+}
+
+/** Formats of a norm, and of its gradients. */
+export interface NormFormats extends NonlinearFormats {
   dx: Plain
   dw: Plain
 }
@@ -73,22 +99,26 @@ export interface NormFormats {
 /** y = x / sqrt(mean(x²) + eps) · w over rows: x [M, N], w [N] → [M, N]. */
 export function rmsnorm(x: Tensor, w: Tensor, eps: number, formats: NormFormats): Tensor {
   const xs = x.as(formats.x)
-  const [yHandle, rstdHandle] = native.rmsnorm_forward(xs.handle, w.handle, null, formats.y, eps)
-  const y = Tensor.own(yHandle)
+  const scale = formats.y === 'e4m3/t' ? foretoldOf(xs, w, eps) : null
+  const [yHandle, rstdHandle] = native.rmsnorm_forward(xs.handle, w.handle, scale?.handle ?? null, formats.y, eps)
+  const y = Tensor.own(yHandle, formats.y)
   const rstd = Tensor.own(rstdHandle)
   const tape = recordedBy(x, w)
-  tape?.push('rmsnorm', [x, w], y, [xs, rstd, w], (dy, [xs, rstd, w]) => {
-    if (!xs || !rstd || !w) return []
-    const [dx, dw] = native.rmsnorm_backward(dy.handle, xs.handle, w.handle, rstd.handle, formats.dx, formats.dw)
-    return [Tensor.own(dx), Tensor.own(dw)]
-  })
-  if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
-    y.remake = remakeOf(y, [xs], ([from], scale) => {
-      const [again, unused] = native.rmsnorm_forward((from as Tensor).handle, w.handle, scale, 'e4m3/t', eps)
-      native.free(unused)
-      return again
+  const kept = tape && x.as(formats.saved)
+  if (kept)
+    tape.push('rmsnorm', [x, w], y, [kept, rstd, w], (dy, [kept, rstd, w]) => {
+      if (!kept || !rstd || !w) return []
+      const [dx, dw] = native.rmsnorm_backward(dy.handle, kept.handle, w.handle, rstd.handle, formats.dx, formats.dw)
+      return [Tensor.own(dx, formats.dx), Tensor.own(dw, formats.dw)]
     })
+  const again = (x: Handle, scale: Handle) => only(native.rmsnorm_forward(x, w.handle, scale, 'e4m3/t', eps))
+  remakeFrom(kept, y, again, scale)
   return y
+}
+
+function foretoldOf({ foretold }: Tensor, w: Tensor, eps: number): Tensor | null {
+  const holds = foretold?.w === w && foretold.eps === eps && foretold.version === native.version(w.handle)
+  return holds ? foretold.scale : null
 }
 
 /** y = (x − mean) / sqrt(var + eps) · w + b over rows; w and b [N] may be null (OLMo). */
@@ -97,38 +127,33 @@ export function layernorm(x: Tensor, w: Tensor | null, b: Tensor | null, eps: nu
   const wh = w?.handle ?? null
   const bh = b?.handle ?? null
   const [yHandle, meanHandle, rstdHandle] = native.layernorm_forward(xs.handle, wh, bh, null, formats.y, eps)
-  const y = Tensor.own(yHandle)
+  const y = Tensor.own(yHandle, formats.y)
   const mean = Tensor.own(meanHandle)
   const rstd = Tensor.own(rstdHandle)
   const tape = recordedBy(x, w, b)
+  const kept = tape && x.as(formats.saved)
   const inputs = [x, ...(w ? [w] : []), ...(b ? [b] : [])]
-  tape?.push('layernorm', inputs, y, [xs, mean, rstd], (dy, [xs, mean, rstd]) => {
-    if (!xs || !mean || !rstd) return []
-    const [dx, dw, db] = native.layernorm_backward(
-      dy.handle,
-      xs.handle,
-      wh,
-      mean.handle,
-      rstd.handle,
-      formats.dx,
-      w ? formats.dw : null,
-      b ? formats.dw : null,
-    )
-    return [dx, dw, db].filter((handle) => handle !== null).map((handle) => Tensor.own(handle))
-  })
-  if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
-    y.remake = remakeOf(y, [xs], ([from], scale) => {
-      const [again, ...unused] = native.layernorm_forward((from as Tensor).handle, wh, bh, scale, 'e4m3/t', eps)
-      for (const handle of unused) native.free(handle)
-      return again
+  if (kept)
+    tape.push('layernorm', inputs, y, [kept, mean, rstd], (dy, [kept, mean, rstd]) => {
+      if (!kept || !mean || !rstd) return []
+      const [dx, dw, db] = native.layernorm_backward(
+        dy.handle,
+        kept.handle,
+        wh,
+        mean.handle,
+        rstd.handle,
+        formats.dx,
+        w ? formats.dw : null,
+        b ? formats.dw : null,
+      )
+      return [dx, dw, db].filter((handle) => handle !== null).map((handle) => Tensor.own(handle))
     })
+  remakeFrom(kept, y, (x, scale) => only(native.layernorm_forward(x, wh, bh, scale, 'e4m3/t', eps)))
   return y
 }
 
-/** Formats of an activation: of its input, its result and its gradient. */
-export interface ActivationFormats {
-  x: Plain | 'e4m3/g16'
-  y: Plain | 'e4m3/t' | 'e4m3/g16'
+/** Formats of an activation, and of its gradient. */
+export interface ActivationFormats extends NonlinearFormats {
   dx: Plain | 'e5m2/t'
 }
 
@@ -137,8 +162,8 @@ export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
   const twin = formats.dx === 'e5m2/t' ? formats.dx : null
   return activation('swiglu', native.swiglu_forward, x, formats, (dy, x) => {
     const [handle, turned] = native.swiglu_backward(dy, x, formats.dx, twin)
-    const dx = Tensor.own(handle)
-    if (turned !== null) dx.adoptTwin(turned, 'e5m2/t transposed')
+    const dx = Tensor.own(handle, formats.dx)
+    if (turned !== null) dx.adoptTwin(turned, 'e5m2/t', 'e5m2/t transposed')
     return dx
   })
 }
@@ -146,7 +171,7 @@ export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
 /** x Φ(x), the exact GELU: [M, N] → [M, N]. */
 export function gelu(x: Tensor, formats: ActivationFormats): Tensor {
   return activation('gelu', native.gelu_forward, x, formats, (dy, x) =>
-    Tensor.own(native.gelu_backward(dy, x, formats.dx)),
+    Tensor.own(native.gelu_backward(dy, x, formats.dx), formats.dx),
   )
 }
 
@@ -157,28 +182,51 @@ function activation(
   formats: ActivationFormats,
   backward: (dy: Handle, x: Handle) => Tensor,
 ): Tensor {
-  const xs = x.as(formats.x)
-  const y = Tensor.own(forward(xs.handle, null, formats.y))
+  const y = Tensor.own(forward(x.as(formats.x).handle, null, formats.y), formats.y)
   const tape = recordedBy(x)
-  tape?.push(name, [x], y, [xs], (dy, [xs]) => [backward(dy.handle, (xs as Tensor).handle)])
-  if (tape && isScaled(xs.format) && formats.y === 'e4m3/t')
-    y.remake = remakeOf(y, [xs], ([from], scale) => forward((from as Tensor).handle, scale, 'e4m3/t'))
+  const kept = tape && x.as(formats.saved)
+  if (kept) tape.push(name, [x], y, [kept], (dy, [kept]) => [backward(dy.handle, (kept as Tensor).handle)])
+  remakeFrom(kept, y, (x, scale) => forward(x, scale, 'e4m3/t'))
   return y
 }
 
-/** a + b in the format of the residual stream, with the quantized twin that the next nonlinear op reads. */
-export function add(a: Tensor, b: Tensor, format: Plain, twin: Format): Tensor {
-  const wanted = twin === 'e4m3/g16' ? twin : null
-  const [y, quantized] = native.add(a.handle, b.handle, format, wanted)
-  const sum = Tensor.own(y)
-  if (quantized !== null) sum.adoptTwin(quantized)
-  recordedBy(a, b)?.push('add', [a, b], sum, [], (dy) => [dy, dy])
+/** The norm that will read a tensor: its formats and, where it is an RMSNorm, its weight and eps. */
+export interface Reader {
+  formats: NormFormats
+  rms?: { w: Tensor; eps: number }
+}
+
+/** a + b in the format of the residual stream, with what its reader asks for: the quantized twin, the scale of the norm. */
+export function add(a: Tensor, b: Tensor, format: Plain, reader: Reader | null = null): Tensor {
+  const tape = recordedBy(a, b)
+  const sum = reader
+    ? sumFor(a, b, format, reader, tape !== null)
+    : Tensor.own(native.add(a.handle, b.handle, format, null)[0], format)
+  tape?.push('add', [a, b], sum, [], (dy) => [dy, dy])
+  return sum
+}
+
+function sumFor(a: Tensor, b: Tensor, format: Plain, { formats, rms }: Reader, recorded: boolean): Tensor {
+  const { x, saved, y } = formats
+  if (rms && x === 'e4m3/g16' && y === 'e4m3/t') {
+    const { w, eps } = rms
+    const [sumHandle, twin, rstd, scale] = native.add_rmsnorm_forward(a.handle, b.handle, w.handle, format, eps)
+    native.free(rstd)
+    const sum = Tensor.own(sumHandle, format)
+    const version = native.version(w.handle)
+    sum.adoptTwin(twin, 'e4m3/g16').foretold = { w, version, eps, scale: retained(Tensor.own(scale)) }
+    return sum
+  }
+  const wanted = [x, recorded ? saved : x].includes('e4m3/g16') ? 'e4m3/g16' : null
+  const [sumHandle, twin] = native.add(a.handle, b.handle, format, wanted)
+  const sum = Tensor.own(sumHandle, format)
+  if (twin !== null) sum.adoptTwin(twin, 'e4m3/g16')
   return sum
 }
 
 /** Rows of w [V, N] by ids i32 [M] → [M, N]. */
 export function embedding(ids: Tensor, w: Tensor, formats: { y: Plain; dw: Plain }): Tensor {
-  const y = Tensor.own(native.embedding_forward(ids.handle, w.handle, formats.y))
+  const y = Tensor.own(native.embedding_forward(ids.handle, w.handle, formats.y), formats.y)
   const rows = w.shape[0] as number
   recordedBy(w)?.push('embedding', [w], y, [ids], (dy, [ids]) => [
     Tensor.own(native.embedding_backward((ids as Tensor).handle, dy.handle, formats.dw, rows)),
@@ -195,42 +243,93 @@ export interface AttentionOptions {
   causal: boolean
   /** Cosines and sines f32 [T, D] (`ropeTable`), or null for no rotation. */
   rope: Tensor | null
+  /** Where the document of each row begins, i32 [B·T] (`documentStarts`): rows see, and count positions from, their own. */
+  starts?: Tensor | null
+  /** A row sees those less than `window` rows away (default 0: all). */
+  window?: number
+  /** What is kept of qkv and of the output for backward: themselves and one f32 a head, or `e4m3/g16` copies alone. */
+  saved?: Plain | 'e4m3/g16'
+  /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
+  y?: Plain | 'e4m3/g16'
   /** Format of gradients. */
   dx: Plain
 }
 
 /**
  * Softmax attention on packed rows: qkv [B·T, (H + 2J)·D] → [B·T, H·D], J key/value heads shared by H query heads.
- * Consumes qkv: RoPE turns it in place. Keeps qkv, the output and one f32 a head.
+ * Consumes qkv: RoPE turns it in place.
  */
 export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
-  const { sequence: T, heads: H, kvHeads: J, headDim: D, rope } = options
+  const { sequence: T, heads: H, kvHeads: J, headDim: D, rope, starts = null, window = 0, saved } = options
   const scale = 1 / Math.sqrt(D)
   const causal = options.causal ? 1 : 0
-  if (rope) native.rope(rope.handle, qkv.handle, H, J, D, 1)
+  const documents = starts?.handle ?? null
+  if (rope) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
   const format = qkv.format as Plain
-  const [outHandle, lseHandle] = native.attention_forward(qkv.handle, format, T, H, J, D, causal, scale)
-  const out = Tensor.own(outHandle)
+  const [outHandle, lseHandle] = native.attention_forward(
+    qkv.handle,
+    documents,
+    format,
+    T,
+    H,
+    J,
+    D,
+    causal,
+    window,
+    scale,
+  )
+  let out = Tensor.own(outHandle, format)
+  if (options.y && options.y !== format) {
+    const plain = out
+    out = Tensor.own(native.convert(outHandle, null, options.y), options.y)
+    plain.dispose()
+  }
   const lse = Tensor.own(lseHandle)
-  recordedBy(qkv)?.push('attention', [qkv], out, [qkv, out, lse], (dout, [qkv, out, lse]) => {
-    if (!qkv || !out || !lse) return []
+  const tape = recordedBy(qkv)
+  if (!tape) return out
+  // of quantized q and k the softmax has to be normalized anew: lse is that of others
+  if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
+  const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
+  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
+    if (!qkv || !out) return []
     const dqkv = native.attention_backward(
       dout.handle,
       qkv.handle,
+      documents,
       out.handle,
-      lse.handle,
+      kept.length === 3 ? (third as Tensor).handle : null,
       options.dx,
       T,
       H,
       J,
       D,
       causal,
+      window,
       scale,
     )
-    if (rope) native.rope(rope.handle, dqkv, H, J, D, -1)
-    return [Tensor.own(dqkv)]
+    if (rope) native.rope(rope.handle, dqkv, documents, H, J, D, -1)
+    return [Tensor.own(dqkv, options.dx)]
   })
   return out
+}
+
+/**
+ * `starts` of packed documents as a tensor i32 [B·T]: the position in its sequence of `sequence` rows where the document of
+ * each row begins. Throws where a document begins after its row, or after the one before it has ended.
+ */
+export function documentStarts(starts: Int32Array, sequence: number, device: TensorOptions['device'] = 'cpu'): Tensor {
+  const wrong = starts.findIndex((start, m) => {
+    const t = m % sequence
+    return start !== t && (t === 0 || start !== starts[m - 1])
+  })
+  if (wrong >= 0)
+    throw new CoatError(
+      `documentStarts: starts[${wrong}] is ${starts[wrong]} and must be its position ${wrong % sequence}, where a document begins, or that of the row before`,
+      'value',
+      'documentStarts',
+      'starts',
+    )
+  return Tensor.from(starts, [starts.length], { device })
 }
 
 export interface CachedOptions {
@@ -251,7 +350,7 @@ export interface CachedOptions {
  */
 export function attentionCached(qkv: Tensor, cache: Tensor, options: CachedOptions): Tensor {
   const { heads: H, kvHeads: J, headDim: D, rope, first, window } = options
-  if (rope) native.rope(rope.handle, qkv.handle, H, J, D, 1)
+  if (rope) native.rope(rope.handle, qkv.handle, null, H, J, D, 1)
   const format = qkv.format as Plain
   return Tensor.own(native.attention_cached(qkv.handle, cache.handle, format, H, J, D, first, window, 1 / Math.sqrt(D)))
 }
@@ -303,6 +402,10 @@ export function ropeTable(
   return Tensor.from(values, [positions, headDim], { device })
 }
 
+function refuse(op: string, argument: string, value: number, rule: string): never {
+  throw new CoatError(`${op}: ${argument} is ${value} and must be ${rule}`, 'value', op, argument)
+}
+
 /** The label of a position that takes no part in the loss. */
 export const ignoreIndex = -100
 
@@ -311,8 +414,7 @@ export const ignoreIndex = -100
  * 1 / (number of such rows in all micro-batches of a step) the sum over micro-batches is the mean by tokens.
  */
 export function crossEntropy(logits: Tensor, targets: Tensor, weight: number): Tensor {
-  if (!Number.isFinite(weight))
-    throw new CoatError(`crossEntropy: weight is ${weight} and must be finite`, 'value', 'crossEntropy', 'weight')
+  if (!Number.isFinite(weight)) refuse('crossEntropy', 'weight', weight, 'finite')
   const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, targets.handle, ignoreIndex, weight)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
@@ -334,4 +436,108 @@ export function crossEntropy(logits: Tensor, targets: Tensor, weight: number): T
     ]
   })
   return loss
+}
+
+export interface LossOptions {
+  /** Format of x, of the weight as the product reads it, of logits and of the gradient of x. */
+  format: Plain
+  /** Format of the gradient of the weight. */
+  dw: Plain
+  /** Rows whose logits are there at once; by default as many as take about 256 MiB, a multiple of 128. */
+  chunk?: number
+}
+
+const logitBytes = 2 ** 28
+
+/**
+ * crossEntropy(x wᵀ, targets, weight): x [M, N], w [V, N], targets i32 [M] → f32 [1], by chunks of rows, so that the logits
+ * [M, V] are never whole in memory. Where it is recorded, both gradients are made with the loss, chunk by chunk, and kept
+ * instead of logits; a gradient of the loss other than backward's own 1 multiplies them afterwards.
+ */
+export function linearCrossEntropy(
+  x: Tensor,
+  w: Tensor,
+  targets: Tensor,
+  weight: number,
+  { format, dw: dwFormat, chunk }: LossOptions,
+): Tensor {
+  if (!Number.isFinite(weight)) refuse('linearCrossEntropy', 'weight', weight, 'finite')
+  if (chunk !== undefined && (!Number.isSafeInteger(chunk) || chunk < 1))
+    refuse('linearCrossEntropy', 'chunk', chunk, 'an integer of at least 1')
+  const [M, N] = x.shape as [number, number]
+  const rowBytes = (w.shape[0] as number) * (format === 'f32' ? 4 : 2)
+  const rows = chunk ?? Math.max(1, Math.floor(logitBytes / rowBytes / 128)) * 128
+  const tape = recordedBy(x, w)
+  const [loss, dx, dw] = scope(() => {
+    const one = tape ? Tensor.from([1], [1], { device: x.device }) : null
+    const part = (from: number, R: number) => lossOfRows(x, w, targets, weight, { format, dw: dwFormat }, one, from, R)
+    if (M <= rows) return part(0, M)
+    const dx = tape && x.requiresGrad ? Tensor.own(native.make(format, [M, N], x.device, 'temp')) : null
+    let loss: Tensor | null = null
+    let dw: Tensor | null = null
+    for (let from = 0; from < M; from += rows) {
+      const [lossPart, dxPart, dwPart] = scope(() => part(from, Math.min(rows, M - from)))
+      if (dx && dxPart) native.place_rows(dx.handle, dxPart.handle, from)
+      dxPart?.dispose()
+      loss = added(loss, lossPart)
+      dw = dwPart && added(dw, dwPart)
+    }
+    return [loss as unknown as Tensor, dx, dw]
+  })
+  w.dropTwins()
+  const made = [dx, dw].filter((gradient) => gradient !== null)
+  tape?.push(
+    'linear_cross_entropy',
+    [x, w],
+    loss,
+    made,
+    (dloss) => {
+      if (!tape.isSeed(dloss)) for (const gradient of made) native.multiply_into(gradient.handle, dloss.handle)
+      return [dx, dw]
+    },
+    false,
+  )
+  if (tape && dw) native.retag(dw.handle, 'grad')
+  for (const gradient of made) gradient.dispose() // the tape alone holds them
+  return loss
+}
+
+/** Loss of R rows, the first of them row `from`, and with `one` the gradients of x and w that are wanted. */
+function lossOfRows(
+  x: Tensor,
+  w: Tensor,
+  targets: Tensor,
+  weight: number,
+  { format, dw }: LossOptions,
+  one: Tensor | null,
+  from: number,
+  R: number,
+): [loss: Tensor, dx: Tensor | null, dw: Tensor | null] {
+  const whole = R === x.shape[0]
+  const xs = x.as(format)
+  const ws = w.as(format)
+  const xr = whole ? xs : Tensor.own(native.slice_rows(xs.handle, format, from, R))
+  const ids = whole ? targets : Tensor.own(native.slice(targets.handle, 'i32', from, R))
+  const logits = Tensor.own(native.matmul_nt(xr.handle, ws.handle, null, format))
+  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, ignoreIndex, weight)
+  const loss = Tensor.own(lossHandle)
+  const lse = Tensor.own(lseHandle)
+  if (!one) return [loss, null, null]
+  const given = [one, logits, ids, lse].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle]
+  const d = native.cross_entropy_backward(...given, format, ignoreIndex, weight)
+  logits.dispose()
+  Tensor.own(d)
+  return [
+    loss,
+    x.requiresGrad ? Tensor.own(native.matmul_nn(d, ws.handle, format)) : null,
+    w.requiresGrad ? Tensor.own(native.matmul_tn(d, xr.handle, dw)) : null,
+  ]
+}
+
+// The sum, in place of the first; the second is freed.
+function added(sum: Tensor | null, part: Tensor): Tensor {
+  if (!sum) return part
+  native.add_into(sum.handle, part.handle)
+  part.dispose()
+  return sum
 }

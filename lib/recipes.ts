@@ -13,10 +13,17 @@ export interface Recipe {
   dy: Plain | 'e5m2/t'
   /** How a per-tensor scale is chosen: `current` measures every tensor. */
   scale: 'current'
-  /** What nonlinear ops read, and backward keeps. */
+  /** What nonlinear ops keep of their inputs for backward. */
   saved: Plain | 'e4m3/g16'
+  /**
+   * What nonlinear ops read in forward: the tensor that is kept (`fp8`, as the COAT paper), or the value that its producer
+   * still holds, of which the kept tensor is a copy for backward alone (`save`). The same bytes are kept.
+   */
+  flow: 'fp8' | 'save'
   /** Residual stream, attention and head. */
   stream: Plain
+  /** What attention keeps of q, k, v and its output for backward: them in the format of the stream, or FP8 copies alone. */
+  attention: 'stream' | 'e4m3/g16'
   /** Parameter of a matrix; norm weights are f32. */
   param: Plain
   /** FP32 copy that the optimizer changes where the parameter is rounded. */
@@ -36,10 +43,12 @@ export interface Recipe {
 
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {
-  //       GEMM x, w, dy                               scale             kept            stream          parameter, master, rounding, gradient                        moments
-  fp32: { x: 'f32',    w: 'f32',    dy: 'f32',    scale: 'current', saved: 'f32',      stream: 'f32',  param: 'f32',  master: null,  rounding: 'nearest', dw: 'f32',  m: 'f32',       v: 'f32' },
-  bf16: { x: 'bf16',   w: 'bf16',   dy: 'bf16',   scale: 'current', saved: 'bf16',     stream: 'bf16', param: 'bf16', master: 'f32', rounding: 'nearest', dw: 'bf16', m: 'f32',       v: 'f32' },
-  coat: { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', stream: 'bf16', param: 'f32',  master: null,  rounding: 'nearest', dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
+  //              GEMM x, w, dy                               scale             kept, flow                      stream          attention            parameter, master, rounding, gradient                        moments
+  fp32:         { x: 'f32',    w: 'f32',    dy: 'f32',    scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',  master: null,  rounding: 'nearest',    dw: 'f32',  m: 'f32',       v: 'f32' },
+  bf16:         { x: 'bf16',   w: 'bf16',   dy: 'bf16',   scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16', master: 'f32', rounding: 'nearest',    dw: 'bf16', m: 'f32',       v: 'f32' },
+  coat:         { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',  master: null,  rounding: 'nearest',    dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
+  'coat-paper': { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',  master: null,  rounding: 'nearest',    dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
+  'coat-bf16':  { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'bf16', master: null,  rounding: 'stochastic', dw: 'bf16', m: 'e4m3/x128', v: 'e4m3/x128' },
 } as const satisfies Record<string, Recipe>
 
 export type RecipeName = keyof typeof recipes

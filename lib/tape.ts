@@ -23,6 +23,8 @@ interface Node {
 /** One tensor that backward will want: kept, or made again once from others. */
 interface Save {
   op: string
+  /** Whether it is `saved`: not where it is a gradient that forward made in advance. */
+  counts: boolean
   count: number
   remake: Remake | null
   made: Tensor | null
@@ -35,12 +37,31 @@ export interface LedgerRow {
   bytes: number
 }
 
+/**
+ * What is made again in backward instead of kept: nothing (`none`: what backward reads is kept); what one pass over a kept
+ * tensor gives (`flow`); whole layers (`layer`: of each its input is kept, and its forward runs once more).
+ */
+export type Recompute = 'none' | 'flow' | 'layer'
+export const recomputes: readonly Recompute[] = ['none', 'flow', 'layer']
+
 let current: Tape | null = null
 
 /** Records differentiable operations while `record` runs; `backward` then unwinds them, freeing as it goes. */
 export class Tape implements Disposable {
+  readonly recompute: Recompute
   #nodes: Node[] = []
   #saves = new Map<Tensor, Save>()
+  #gradients = new Map<number, Tensor>()
+  /** The gradient 1 of the loss, during backward. */
+  #seed: Tensor | null = null
+  /** What gradients would go to, on a tape that keeps nothing else. */
+  #trial: Set<Tensor> | null = null
+  /** Inputs of nodes that gradients still come from, by where they go; null on a tape within a layer of another. */
+  #uses: Map<GradientSink, number> | null = new Map()
+
+  constructor(options: { recompute?: Recompute } = {}) {
+    this.recompute = options.recompute ?? 'flow'
+  }
 
   /** The tape that records now, if one does. */
   static get current(): Tape | null {
@@ -57,10 +78,27 @@ export class Tape implements Disposable {
     }
   }
 
-  /** Adds one operation: `saved` are the tensors that its backward reads. */
-  push(op: string, inputs: readonly Tensor[], output: Tensor, saved: readonly Tensor[], backward: Backward): void {
+  /**
+   * Adds one operation, whose forward is done: `saved` are the tensors that its backward reads. They count as saved unless `counts`
+   * is false, for gradients made in advance. Twins among them that are to be made again are freed.
+   */
+  push(
+    op: string,
+    inputs: readonly Tensor[],
+    output: Tensor,
+    saved: readonly Tensor[],
+    backward: Backward,
+    counts = true,
+  ): void {
     output.requiresGrad = true
-    for (const tensor of saved) this.#hold(tensor, op)
+    if (this.#trial) {
+      for (const input of inputs) if (input.sink && input.requiresGrad) this.#trial.add(input)
+      return
+    }
+    if (this.#uses)
+      for (const { sink, requiresGrad } of inputs)
+        if (sink && requiresGrad) this.#uses.set(sink, (this.#uses.get(sink) ?? 0) + 1)
+    for (const tensor of saved) this.#hold(tensor, op, counts)
     this.#nodes.push({
       op,
       inputs: inputs.map((input) => ({ id: input.id, sink: input.sink, wanted: input.requiresGrad })),
@@ -70,11 +108,39 @@ export class Tape implements Disposable {
     })
   }
 
+  /**
+   * f(), which reads x and `more` and gives the same bits whenever it runs. Where the tape that records recomputes layers, it
+   * keeps of f only what f reads, x with its twins, and backward runs f again.
+   */
+  static layer(x: Tensor, more: readonly Tensor[], f: () => Tensor): Tensor {
+    const tape = current
+    if (tape?.recompute !== 'layer') return f()
+    const trial = new Tape({ recompute: 'none' })
+    const leaves = new Set<Tensor>()
+    trial.#trial = leaves
+    const y = trial.record(f)
+    if (y.requiresGrad) {
+      tape.push('layer', [x, ...leaves], y, [x, ...x.twins(), ...more], (dy) => {
+        using again = new Tape()
+        again.#uses = null
+        tape.#gradients.set(again.record(f).id, dy.retain())
+        again.#unwind(tape.#gradients)
+        return []
+      })
+    }
+    return y
+  }
+
+  /** Whether a gradient is the 1 that backward began with. */
+  isSeed(gradient: Tensor): boolean {
+    return gradient === this.#seed
+  }
+
   /** Bytes kept for backward now, by op and format; they add up to `memory().live.saved`. */
   ledger(): LedgerRow[] {
     const rows = new Map<string, LedgerRow>()
-    for (const [tensor, { op, remake }] of this.#saves) {
-      if (remake || tensor.persistent) continue
+    for (const [tensor, { op, counts, remake }] of this.#saves) {
+      if (remake || tensor.persistent || !counts) continue
       const key = `${op} ${tensor.format}`
       const row = rows.get(key) ?? { op, format: tensor.format, tensors: 0, bytes: 0 }
       row.tensors += 1
@@ -93,36 +159,56 @@ export class Tape implements Disposable {
         'backward',
         'loss',
       )
-    const gradients = new Map<number, Tensor>()
     const outer = current
     current = null
     try {
-      gradients.set(loss.id, retained(Tensor.from([1], [1], { device: loss.device })))
-      for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
-        const { inputs, saved, backward } = node
-        const gradient = gradients.get(node.output)
-        gradients.delete(node.output)
-        try {
-          if (gradient)
-            scope(() => {
-              const results = backward(
-                gradient,
-                saved.map((tensor) => this.#get(tensor)),
-              )
-              inputs.forEach((input, i) => {
-                const result = results[i]
-                if (result && input.wanted) accumulate(gradients, input, result)
-              })
-            })
-        } finally {
-          gradient?.release()
-          for (const tensor of saved) this.#drop(tensor)
-        }
-      }
+      this.#seed = retained(Tensor.from([1], [1], { device: loss.device }))
+      this.#gradients.set(loss.id, this.#seed)
+      this.#unwind(this.#gradients)
     } finally {
       current = outer
-      for (const gradient of gradients.values()) gradient.release()
+      this.#seed = null
+      for (const gradient of this.#gradients.values()) gradient.release()
+      this.#gradients.clear()
       this.dispose()
+    }
+  }
+
+  // Gradients by the id of the tensor that they are of.
+  #unwind(gradients: Map<number, Tensor>): void {
+    for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
+      const { inputs, saved, backward } = node
+      const gradient = gradients.get(node.output)
+      gradients.delete(node.output)
+      try {
+        if (gradient)
+          scope(() => {
+            const results = backward(
+              gradient,
+              saved.map((tensor) => this.#get(tensor)),
+            )
+            inputs.forEach((input, i) => {
+              const result = results[i]
+              if (result && input.wanted) accumulate(gradients, input, result)
+            })
+          })
+      } finally {
+        gradient?.release()
+        for (const tensor of saved) this.#drop(tensor)
+      }
+      if (this.#uses) this.#completed(inputs, this.#uses)
+    }
+  }
+
+  #completed(inputs: readonly Input[], uses: Map<GradientSink, number>): void {
+    for (const { sink, wanted } of inputs) {
+      if (!sink || !wanted) continue
+      const left = (uses.get(sink) as number) - 1
+      if (left > 0) uses.set(sink, left)
+      else {
+        uses.delete(sink)
+        sink.complete?.()
+      }
     }
   }
 
@@ -130,25 +216,30 @@ export class Tape implements Disposable {
   dispose(): void {
     for (const node of this.#nodes) for (const tensor of node.saved) this.#drop(tensor)
     this.#nodes = []
+    this.#uses?.clear()
   }
   [Symbol.dispose](): void {
     this.dispose()
   }
 
-  #hold(tensor: Tensor, op: string): void {
+  #hold(tensor: Tensor, op: string, counts: boolean): void {
     const known = this.#saves.get(tensor)
     if (known) {
       known.count += 1
       return
     }
-    const remake = tensor.persistent ? null : (tensor.remake ?? this.#remakeOfTwin(tensor))
-    this.#saves.set(tensor, { op, count: 1, remake, made: null })
+    const wanted = this.recompute !== 'none' && !tensor.persistent
+    const remake = wanted ? (tensor.remake ?? this.#remakeOfTwin(tensor)) : null
+    this.#saves.set(tensor, { op, counts, count: 1, remake, made: null })
     if (remake) {
-      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op)
-      if (remake !== tensor.remake) remake.scale.dispose() // the tape alone holds it
+      for (const source of [...remake.sources, remake.scale]) this.#hold(source, op, counts)
+      if (remake !== tensor.remake) {
+        remake.scale.release() // the tape alone holds it
+        tensor.dispose()
+      }
     } else if (!tensor.persistent) {
       tensor.retain()
-      native.retag(tensor.handle, 'saved')
+      if (counts) native.retag(tensor.handle, 'saved')
     }
   }
 
@@ -164,7 +255,10 @@ export class Tape implements Disposable {
   #get(tensor: Tensor): Tensor {
     const save = this.#saves.get(tensor) as Save
     if (!save.remake) return tensor
-    save.made ??= Tensor.own(save.remake.make(save.remake.sources.map((source) => this.#get(source)))).keep()
+    save.made ??= Tensor.own(
+      save.remake.make(save.remake.sources.map((source) => this.#get(source))),
+      tensor.format,
+    ).keep()
     return save.made
   }
 
@@ -176,8 +270,8 @@ export class Tape implements Disposable {
       save.made?.dispose()
       for (const source of [...save.remake.sources, save.remake.scale]) this.#drop(source)
     } else if (!tensor.persistent) {
-      native.retag(tensor.handle, 'temp')
       tensor.release()
+      if (save.counts && !tensor.disposed) native.retag(tensor.handle, 'temp')
     }
   }
 }
@@ -199,19 +293,23 @@ export function addGradient(held: Tensor | null, gradient: Tensor): Tensor {
   return retained(Tensor.own(sum))
 }
 
-// Moves the hold on a new tensor from scope or caller to whoever will release it.
-function retained(tensor: Tensor): Tensor {
+/** Moves the hold on a new tensor from scope or caller to whoever will release it. */
+export function retained(tensor: Tensor): Tensor {
   tensor.retain().dispose()
   return tensor
 }
 
-/** How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale. */
+/**
+ * How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale, which the result holds;
+ * `known` is that scale, where it is at hand.
+ */
 export function remakeOf(
   tensor: Tensor,
   sources: readonly Tensor[],
   make: (sources: readonly Tensor[], scale: Handle) => Handle,
+  known: Tensor | null = null,
 ): Remake {
-  const scale = Tensor.own(native.scale_of(tensor.handle)).keep()
+  const scale = known?.retain() ?? retained(Tensor.own(native.scale_of(tensor.handle), 'f32'))
   return { sources, scale, make: (held) => make(held, scale.handle) }
 }
 

@@ -1,6 +1,14 @@
 // Tensors: a format, a shape and one native allocation; conversion on demand, and who holds what for how long.
 import type { AnyFormat, Handle } from './native.gen.ts'
-import { type Bytes, CoatError, type DeviceKind, type MemoryUsage, native, type Purpose } from './native.ts'
+import {
+  type Bytes,
+  CoatError,
+  type DeviceKind,
+  type MemoryUsage,
+  native,
+  type Purpose,
+  type TensorInfo,
+} from './native.ts'
 
 /** A format word: `dtype[/t | /gN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
 export type Format = AnyFormat
@@ -75,11 +83,21 @@ export function resetPeak(): void {
   native.resetPeak()
 }
 
+/**
+ * The most bytes that the tensors of this thread may hold together; null: no limit. What would go beyond fails with a
+ * CoatError of code `out_of_memory`, as on a device of that size. Scratch inside a kernel does not count.
+ */
+export function limitMemory(bytes: number | null): void {
+  native.memoryLimit(bytes ?? 0)
+}
+
 export type { Bytes, MemoryUsage }
 
 /** Receives the gradients of a tensor that outlives the tape: a parameter. */
 export interface GradientSink {
   accumulate(gradient: Tensor): void
+  /** Backward has no more gradients for it, and reads its tensor no more. */
+  complete?(): void
 }
 
 /** How backward makes a `/t` tensor again instead of keeping it: in one pass from `sources` and its scale, in the same bits. */
@@ -88,6 +106,16 @@ export interface Remake {
   /** f32 [1] */
   readonly scale: Tensor
   make(sources: readonly Tensor[]): Handle
+}
+
+/** The scale of the `/t` tensor that an RMSNorm with this weight and eps will make of a tensor: its producer measured it. */
+export interface Foretold {
+  w: Tensor
+  /** Of w, when it was measured. */
+  version: number
+  eps: number
+  /** f32 [1] */
+  scale: Tensor
 }
 
 interface Twin {
@@ -108,10 +136,6 @@ export interface TensorOptions {
 /** A tensor of some format and shape. Immutable, except for what optimizer and accumulation change in place. */
 export class Tensor implements Disposable {
   readonly handle: Handle
-  readonly format: Format
-  readonly shape: Shape
-  readonly bytes: number
-  readonly device: DeviceKind
   /** Tells tensors apart even after they are freed. */
   readonly id = nextId++
   /** Where gradients of this tensor go; null for intermediate results. */
@@ -119,9 +143,14 @@ export class Tensor implements Disposable {
   requiresGrad = false
   /** Lives as long as its module or optimizer: the tape reads it without holding it. */
   persistent = false
+  /** Holds its scale. */
   remake: Remake | null = null
+  /** Holds its scale. */
+  foretold: Foretold | null = null
   /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
   keepsScale = false
+  /** Keeps all twins until the tensor changes or this is turned off. */
+  keepsTwins = false
 
   #scope: Set<Tensor> | null = null
   #user = false
@@ -131,18 +160,39 @@ export class Tensor implements Disposable {
   #twins = new Map<string, Twin>()
   #scales = new Map<Format, Twin>()
 
-  private constructor(handle: Handle) {
-    const info = native.info(handle)
+  #info: TensorInfo | null = null
+  #format: Format | null
+
+  private constructor(handle: Handle, format: Format | null) {
     this.handle = handle
-    this.format = info.format
-    this.shape = info.shape
-    this.bytes = info.bytes
-    this.device = info.device
+    this.#format = format
   }
 
-  /** The tensor behind a handle that an op returned: held by the innermost scope, or by the caller outside of scopes. */
-  static own(handle: Handle): Tensor {
-    const tensor = new Tensor(handle)
+  // Asked for when it is first wanted, since most intermediate results go from one op to the next without it.
+  get #known(): TensorInfo {
+    this.#info ??= native.info(this.handle)
+    return this.#info
+  }
+  get format(): Format {
+    this.#format ??= this.#known.format
+    return this.#format
+  }
+  get shape(): Shape {
+    return this.#known.shape
+  }
+  get bytes(): number {
+    return this.#known.bytes
+  }
+  get device(): DeviceKind {
+    return this.#known.device
+  }
+
+  /**
+   * The tensor behind a handle that an op returned: held by the innermost scope, or by the caller outside of scopes. Its
+   * format may be said by who asked for it.
+   */
+  static own(handle: Handle, format: Format | null = null): Tensor {
+    const tensor = new Tensor(handle, format)
     tensor.#hand(scopes.at(-1))
     return tensor
   }
@@ -170,21 +220,28 @@ export class Tensor implements Disposable {
         'Tensor.from',
         'format',
       )
-    const kind = device(options.device ?? 'cpu').kind
-    const plain = native.make(integers ? 'i32' : 'f32', shape, kind, options.purpose ?? 'temp')
-    native.write(plain, values instanceof Float32Array || integers ? values : Float32Array.from(values))
-    if (format === 'f32' || format === 'i32') return Tensor.own(plain)
+    return Tensor.#made(shape, format, options, (plain) =>
+      native.write(plain, values instanceof Float32Array || integers ? values : Float32Array.from(values)),
+    )
+  }
+
+  static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
+    return Tensor.#made(shape, options.format ?? 'f32', options, native.clear)
+  }
+
+  static #made(shape: Shape, format: Format, options: TensorOptions, fill: (plain: Handle) => void): Tensor {
+    const { purpose = 'temp' } = options
+    const whole = format === 'i32' || format === 'f32'
+    const plain = native.make(whole ? format : 'f32', shape, device(options.device ?? 'cpu').kind, purpose)
+    fill(plain)
+    if (whole) return Tensor.own(plain)
     try {
       const made = native.convert(plain, null, format)
-      native.retag(made, options.purpose ?? 'temp')
+      native.retag(made, purpose)
       return Tensor.own(made)
     } finally {
       native.free(plain)
     }
-  }
-
-  static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
-    return Tensor.from(new Float32Array(shape.reduce((product, size) => product * size, 1)), shape, options)
   }
 
   get numel(): number {
@@ -219,9 +276,9 @@ export class Tensor implements Disposable {
       const source = straight?.version === version ? straight.tensor : this
       handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
     }
-    const twin = this.adoptTwin(handle, key, version)
+    const twin = this.adoptTwin(handle, format, key, version)
     if (this.keepsScale && scale === null && format.endsWith('/t')) {
-      const kept = new Tensor(native.scale_of(twin.handle as Handle))
+      const kept = new Tensor(native.scale_of(twin.handle), 'f32')
       kept.#retained = 1
       this.#scales.set(format, { tensor: kept, version })
     }
@@ -229,8 +286,8 @@ export class Tensor implements Disposable {
   }
 
   /** Takes a twin that a producer wrote besides this tensor. */
-  adoptTwin(handle: Handle, key: string = native.info(handle).format, version = native.version(this.handle)): Tensor {
-    const tensor = new Tensor(handle)
+  adoptTwin(handle: Handle, format: Format, key: string = format, version = native.version(this.handle)): Tensor {
+    const tensor = new Tensor(handle, format)
     tensor.#source = this
     this.#twins.set(key, { tensor, version })
     return tensor
@@ -241,8 +298,14 @@ export class Tensor implements Disposable {
     return this.#source
   }
 
-  /** Frees the twins that nobody else holds; kept scales stay. */
+  /** The twins that it has now. */
+  twins(): Tensor[] {
+    return [...this.#twins.values()].map(({ tensor }) => tensor)
+  }
+
+  /** Frees the twins that nobody else holds, unless it keeps them; kept scales stay. */
   dropTwins(): void {
+    if (this.keepsTwins && !this.#freed) return
     for (const key of [...this.#twins.keys()]) this.#dropTwin(key)
   }
 
@@ -348,8 +411,10 @@ export class Tensor implements Disposable {
     this.dropTwins()
     for (const { tensor } of this.#scales.values()) tensor.release()
     this.#scales.clear()
-    this.remake?.scale.dispose()
+    this.remake?.scale.release()
+    this.foretold?.scale.release()
     this.remake = null
+    this.foretold = null
     native.free(this.handle)
   }
   #dropTwin(key: string): void {

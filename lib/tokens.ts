@@ -1,7 +1,7 @@
 // Token files: ids on disk, written once and read in place.
 import { closeSync, fstatSync, openSync, readSync } from 'node:fs'
 import { type FileHandle, open } from 'node:fs/promises'
-import { type Batch, expectInteger, OrderedDataset, type OrderOptions, orderOf, refusal } from './data.ts'
+import { type Batch, expectInteger, OrderedDataset, type OrderOptions, orderOf, refusal, startsOf } from './data.ts'
 import { CoatError } from './native.ts'
 import { Replacement } from './replace.ts'
 import type { Tokenizer } from './tokenizer.ts'
@@ -123,6 +123,8 @@ export function* encodeDocuments(
 export interface TokenOptions extends OrderOptions {
   /** Fraction at the end of every file held out for validation (default 0.05; 0 holds nothing out). */
   heldOut?: number
+  /** The id that ends a document: with it batches say where documents begin, so that attention does not look across. */
+  separator?: number
 }
 
 /** A file's ids from `start` on, cut into sequences. */
@@ -155,8 +157,13 @@ export class TokenDataset extends OrderedDataset implements Disposable {
   readonly #shards: readonly Shard[]
   readonly #train: readonly Part[]
   readonly #heldOut: readonly Part[]
+  readonly #separator: number | undefined
 
-  private constructor(shards: readonly Shard[], options: Required<TokenOptions>) {
+  private constructor(
+    shards: readonly Shard[],
+    options: Required<Omit<TokenOptions, 'separator'>>,
+    separator?: number,
+  ) {
     const { sequence, heldOut } = options
     const cut = ({ count }: Shard) => count - Math.floor(count * heldOut)
     const part = (shard: Shard, start: number, end: number): Part => ({
@@ -173,7 +180,10 @@ export class TokenDataset extends OrderedDataset implements Disposable {
     this.#heldOut = held
     this.tokens = shards.reduce((sum, { count }) => sum + count, 0)
     this.vocabulary = (shards[0] as Shard).vocabulary
+    this.#separator = separator
     const fail = refusal('TokenDataset')
+    if (separator !== undefined && !(Number.isInteger(separator) && separator >= 0 && separator < this.vocabulary))
+      fail('separator', `separator is ${separator} and must be an integer in [0, ${this.vocabulary}), the vocabulary`)
     for (const { file, vocabulary } of shards)
       if (vocabulary !== this.vocabulary)
         fail('file', `${file} has vocabulary ${vocabulary} and must have ${this.vocabulary} as the first file`)
@@ -199,7 +209,7 @@ export class TokenDataset extends OrderedDataset implements Disposable {
     const shards: Shard[] = []
     try {
       for (const name of files) shards.push(shardOf(name))
-      return new TokenDataset(shards, { ...order, heldOut })
+      return new TokenDataset(shards, { ...order, heldOut }, options.separator)
     } catch (error) {
       for (const { descriptor } of shards) closeSync(descriptor)
       throw error
@@ -220,7 +230,9 @@ export class TokenDataset extends OrderedDataset implements Disposable {
       ids.set(tokens.subarray(0, T), row * T)
       targets.set(tokens.subarray(1), row * T)
     })
-    return { ids, targets, sequence: T }
+    if (this.#separator === undefined) return { ids, targets, sequence: T }
+    const begins = (row: number, t: number) => ids[row * T + t - 1] === this.#separator
+    return { ids, targets, sequence: T, starts: startsOf(numbers.length, T, begins) }
   }
 
   /** Closes the files. */

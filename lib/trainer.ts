@@ -2,14 +2,14 @@
 import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
-import { counted, evaluate, expectIds, type Scorer, tensorsOf } from './evaluate.ts'
+import { counted, evaluate, expectIds, lossOf, type Scorer } from './evaluate.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
-import { type LedgerRow, Tape } from './tape.ts'
+import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
 import { memory, resetPeak, scope, Tensor } from './tensor.ts'
 
 /** What the trainer needs of a model. */
@@ -18,6 +18,9 @@ export interface TrainableModel extends Module, Scorer {
   /** Sizes, where it has them in one place: a checkpoint records and compares them. */
   readonly config?: object
 }
+
+/** What is queued next: a micro-batch's forward, its backward, the update; `end`: nothing more in this step. */
+export type Phase = 'forward' | 'backward' | 'update' | 'end'
 
 /** What a caller is told as it happens; `run()` waits for promises. */
 export interface TrainerCallbacks {
@@ -55,6 +58,21 @@ export interface TrainerOptions {
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
   validate?: { every: number; sequences?: number }
   callbacks?: TrainerCallbacks
+  /** Called as the parts of a step are queued, to tell their times apart. */
+  phase?: (part: Phase) => void
+  /**
+   * Update each parameter in backward, as soon as its gradient is complete, and free the gradient then (default no); needs
+   * `accumulate` 1. Gradients are clipped by the norm of the step before, in the first step each by its own; where one is
+   * not finite its parameter alone stays, and the step counts as skipped though others have moved.
+   */
+  optimizerInBackward?: boolean
+  /**
+   * Keep quantized weights and their transposes from their first use in a step to its last micro-batch (default no): the
+   * bytes of both, instead of two passes over the weights a micro-batch.
+   */
+  cacheWeights?: boolean
+  /** What backward makes again instead of keeping it (default `flow`). */
+  recompute?: Recompute
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -73,7 +91,7 @@ export interface StepMetrics {
   tokensPerSecond: number
   /** Milliseconds of this step. */
   time: number
-  /** Whether the update was skipped, because a gradient was not finite or the step a spike: nothing changed then. */
+  /** Whether the update was skipped, because a gradient was not finite or the step a spike: nothing changed then, but see `optimizerInBackward`. */
   skipped: boolean
   /** Skipped updates so far. */
   skippedSteps: number
@@ -87,7 +105,8 @@ export interface StepMetrics {
 
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
-  ...['maxSkips', 'spike', 'validate', 'callbacks', 'checkpoint'],
+  ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
+  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -106,7 +125,9 @@ export class Trainer implements Disposable {
   skipsInARow = 0
   /** Why `run()` ended before all steps were done: a signal, or `stop()`. */
   stopped: NodeJS.Signals | 'stop' | null = null
-  #ledger: LedgerRow[] = []
+  /** Norm of the gradients of the last step that was done. */
+  lastNorm: number | null = null
+  #ledger: { shape: string; rows: LedgerRow[] } | null = null
   /** The step that the last checkpoint of this trainer has. */
   #saved = -1
   #busy = false
@@ -120,6 +141,10 @@ export class Trainer implements Disposable {
       clip: 1,
       maxSkips: 10,
       callbacks: {},
+      phase: () => {},
+      recompute: 'flow' as const,
+      optimizerInBackward: false,
+      cacheWeights: false,
       ...rest,
       validate: validate === undefined ? null : checked({ sequences: 64, ...validate }, 'validate', 'sequences'),
       checkpoint: checkpoint === undefined ? null : checked({ keep: 3, ...checkpoint }, 'checkpoint', 'keep', ['dir']),
@@ -129,15 +154,36 @@ export class Trainer implements Disposable {
     checkNames(spike ?? {}, ['sigma', 'window'], 'spike.')
     if (!(full.clip >= 0))
       throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
+    if (!recomputes.includes(full.recompute))
+      throw new CoatError(
+        `Trainer: recompute is ${full.recompute} and must be one of ${recomputes.join(', ')}`,
+        'value',
+        'Trainer',
+        'recompute',
+      )
+    if (full.optimizerInBackward && full.accumulate > 1)
+      throw new CoatError(
+        `Trainer: accumulate is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
+        'value',
+        'Trainer',
+        'accumulate',
+      )
+    if (full.optimizerInBackward && spike !== undefined)
+      throw new CoatError(
+        'Trainer: spike cannot be had with optimizerInBackward, which updates before the norm is known',
+        'value',
+        'Trainer',
+        'spike',
+      )
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
-  /** Bytes that the last micro-batch kept for backward, by op and format. */
+  /** Bytes that micro-batches of the last shape kept for backward, by op and format. */
   get ledger(): readonly LedgerRow[] {
-    return this.#ledger
+    return this.#ledger?.rows ?? []
   }
 
   /**
@@ -216,7 +262,7 @@ export class Trainer implements Disposable {
   }
 
   async #micros(interrupted: () => boolean): Promise<StepMetrics | null> {
-    const { data, batch, accumulate, steps, schedule, clip } = this.options
+    const { data, batch, accumulate, steps, schedule, clip, optimizerInBackward, cacheWeights } = this.options
     const { optimizer, guard } = this
     const started = performance.now()
     const infsBefore = memory().infs
@@ -234,7 +280,9 @@ export class Trainer implements Disposable {
     let gradNorm = 0
     let skip = false
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
+      this.#keepTwins(cacheWeights)
       for (const micro of batches) {
         if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
         if (interrupted()) {
@@ -243,7 +291,9 @@ export class Trainer implements Disposable {
         }
         losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
       }
-      const norm = optimizer.gradNorm(clip)
+      this.#keepTwins(false)
+      this.#begin('update')
+      const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
         const measure = async () => {
           for (const part of losses) loss += await part.item()
@@ -252,7 +302,8 @@ export class Trainer implements Disposable {
         // a guard has to wait for the numbers; else the update is queued behind the gradients
         if (guard) await measure()
         const spike = guard?.isSpike(loss, gradNorm) ?? false
-        if (!spike) optimizer.step(lr, norm.clip)
+        if (!spike && !within) optimizer.step(lr, norm.clip)
+        this.#begin('end')
         if (!guard) await measure()
         skip = spike || (await norm.clip.read())[1] !== 0
         if (skip) await this.#skipped(norm.norms, spike)
@@ -262,6 +313,7 @@ export class Trainer implements Disposable {
         norm.clip.dispose()
       }
     } finally {
+      this.#keepTwins(false)
       for (const part of losses) part.dispose()
       optimizer.dropGrads()
     }
@@ -269,6 +321,7 @@ export class Trainer implements Disposable {
     if (!skip) {
       optimizer.advance()
       this.skipsInARow = 0
+      this.lastNorm = gradNorm
       guard?.add(loss, gradNorm)
     }
     const time = performance.now() - started
@@ -318,14 +371,30 @@ export class Trainer implements Disposable {
     }
   }
 
+  #keepTwins(keeps: boolean): void {
+    if (!this.options.cacheWeights) return
+    for (const { tensor } of this.optimizer.params) {
+      tensor.keepsTwins = keeps
+      tensor.dropTwins()
+    }
+  }
+
   #forwardBackward(micro: Batch, weight: number): Tensor {
-    using tape = new Tape()
+    using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
-      const loss = tape.record(() => this.model.loss(...tensorsOf(this.model, micro), micro.sequence, weight))
-      this.#ledger = tape.ledger()
+      this.#begin('forward')
+      const loss = tape.record(() => lossOf(this.model, micro, weight))
+      const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
+      if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
+      this.#begin('backward')
       tape.backward(loss)
       return loss.keep()
     })
+  }
+
+  #begin(part: Phase): void {
+    native.note(part, this.model.device.kind)
+    this.options.phase(part)
   }
 
   async #skipped(norms: Tensor, spike: boolean): Promise<void> {

@@ -95,7 +95,7 @@ describe('rows', () => {
 
 /** The same case with sizes that take no time. */
 function small(one: OpCase): OpCase {
-  const sizes = { M: 8, N: 256, K: 64, F: 32, V: 16, B: 2, T: 8, H: 2, J: 1, D: 8, L: 4 }
+  const sizes = { M: 8, N: 256, K: 64, F: 32, V: 16, B: 2, T: 8, H: 2, J: 1, D: 8, L: 4, R: 4 }
   const kept = Object.entries(sizes).filter(([letter]) => letter in one.sizes)
   return { ...one, sizes: Object.fromEntries(kept) }
 }
@@ -137,7 +137,7 @@ describe('ops', () => {
 
   test('a filter picks by name', () => {
     expect(new Set(casesLike('attention').map(({ op }) => op))).toEqual(
-      new Set(['attention_forward', 'attention_backward', 'attention_cached']),
+      new Set(['attention_forward', 'attention_backward', 'attention_cached', 'attention_center']),
     )
     expect(() => casesLike('nothing')).toThrow(/no op has 'nothing' in its name; the ops are convert, /)
   })

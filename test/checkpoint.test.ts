@@ -382,6 +382,17 @@ describe('C11: other formats are refused by name', () => {
     await expect(saved.resume(dir)).rejects.toThrow(/is absent in .* and .* here, and must be equal/)
     drop(saved)
   })
+  it('what is made again, where that changes the result', async () => {
+    const recipe = { ...recipes.coat, flow: 'save' } as const
+    const saved = trainerOf({ recipe })
+    await saveCheckpoint(saved, dir)
+    const [layer, none] = (['layer', 'none'] as const).map((recompute) =>
+      trainerOf({ recipe, options: { recompute } }),
+    ) as [ReturnType<typeof trainerOf>, ReturnType<typeof trainerOf>]
+    expect((await layer.resume(dir)).warnings).toEqual([])
+    await expect(none.resume(dir)).rejects.toThrow('remade is true in the checkpoint and false here')
+    for (const trainer of [saved, layer, none]) drop(trainer)
+  })
   it('the version', async () => {
     const trainer = trainerOf()
     const file = join(await saveCheckpoint(trainer, dir), 'trainer.json')

@@ -227,6 +227,19 @@ describe('token files', () => {
     ).rejects.toThrow('writeTokens: ids hold no token')
   })
 
+  it('documents begin after the separator, which is refused outside the vocabulary', async () => {
+    const file = join(folder, 'separated.bin')
+    await writeTokens(file, [5, 6, 0, 7, 0, 0, 8, 9, 9], { vocabulary: 10 })
+    using data = await TokenDataset.open(file, { sequence: 4, heldOut: 0, shuffle: false, separator: 0 })
+    expect(data.batch(0, 2)).toMatchObject({
+      ids: Int32Array.of(5, 6, 0, 7, 0, 0, 8, 9),
+      starts: Int32Array.of(0, 0, 0, 3, 0, 1, 2, 2),
+    })
+    await expect(TokenDataset.open(file, { sequence: 4, separator: 10 })).rejects.toThrow(
+      'separator is 10 and must be an integer in [0, 10), the vocabulary',
+    )
+  })
+
   it('D6: an id beyond the vocabulary is refused where it is read, and other batches go on', async () => {
     const file = await counting('beyond.bin', 41, 0, 256)
     const handle = await open(file, 'r+')
@@ -362,6 +375,17 @@ describe('JSON lines', () => {
     const no = -100
     const learned = [no, no, no, no, no, ...bytes('c.'), no, no, no, no, ...bytes('ef.'), 257, no]
     expect([...targets]).toEqual([...learned, ...bytes('gh'), 257, no])
+  })
+
+  it('says where documents begin when asked: they, and what fills up the end, see nothing of each other', async () => {
+    const file = await lines('begins', { text: 'abcd' }, { text: 'e' }, { text: 'fg' })
+    const data = await JsonlDataset.open(file, { sequence: 6, heldOut: 0, shuffle: false, tokenizer, documents: true })
+    const { ids, starts } = data.batch(0, 3)
+    const tokens = [256, ...bytes('abcd'), 257, 256, ...bytes('e'), 257, 256, ...bytes('fg'), 257]
+    expect([...ids]).toEqual([...tokens, ...new Array(5).fill(0)])
+    expect([...(starts as Int32Array)]).toEqual([0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 0, 1, 1, 1, 1, 1])
+    const joined = await JsonlDataset.open(file, { sequence: 6, heldOut: 0, tokenizer })
+    expect(joined.batch(0, 1).starts).toBeUndefined()
   })
 
   it('learns nothing of what a user says last', async () => {

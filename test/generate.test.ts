@@ -33,7 +33,7 @@ describe('greedy', () => {
     ['llama', {}],
     ['qwen2', { model_type: 'qwen2' }],
     ['olmo, stretched', { model_type: 'olmo', rope_scaling: scaling }],
-    ['mistral, one key/value head', { model_type: 'mistral', num_key_value_heads: 1 }],
+    ['mistral, one key/value head, a window', { model_type: 'mistral', num_key_value_heads: 1, sliding_window: 7 }],
   ])('%s: tokens are those of the whole sequence', async (_, change) => {
     using model = modelOf(change)
     for (const prompt of [ids(1), ids(19)]) {
@@ -75,7 +75,7 @@ it('rows in one pass, or one by one, have the same attention', async () => {
             Float32Array.from({ length: count * 32 }, (_, i) => Math.sin(at * 32 + i)),
             [count, 32],
           )
-          return (model.layers[0] as (typeof model.layers)[0]).forward(first, count, past)
+          return (model.layers[0] as (typeof model.layers)[0]).forward(first, count, null, null, past)
         }),
       )
       rows.push(...(await x.read()))

@@ -4,9 +4,11 @@ import { createRequire } from 'node:module'
 import { fileURLToPath } from 'node:url'
 import { Worker } from 'node:worker_threads'
 import { describe, expect, it } from 'vitest'
+import { LlamaForCausalLM, limitMemory, TextDataset, Trainer } from '../lib/index.ts'
 import type { AnyFormat } from '../lib/native.gen.ts'
 import { CoatError, native, type Purpose } from '../lib/native.ts'
-import { bytesOf, own, read, tensor } from './harness.ts'
+import { bytesOf, own, present, read, tensor } from './harness.ts'
+import { sentence, smallLlama } from './values.ts'
 
 describe('accounts', () => {
   it('bytes are those of codes, padding and scales', () => {
@@ -70,6 +72,69 @@ describe('accounts', () => {
     )
     expect(native.memory()).toEqual(before)
     expect(native.info(tensor('f32', [3], [1, 2, 3])).bytes).toBe(12)
+  })
+
+  it('a limit on live bytes refuses what goes beyond it, and says who holds them', () => {
+    const x = own(native.make('f32', [10, 10], 'cpu', 'param'))
+    const live = native.memory().live.total
+    expect(native.memoryLimit()).toBe(0)
+    try {
+      native.memoryLimit(live + 300)
+      native.free(native.convert(x, null, 'bf16'))
+      const before = native.memory()
+      const refused = () => native.convert(x, null, 'f32')
+      expect(refused).toThrow(
+        new RegExp(
+          `^convert: out of memory: f32\\[10, 10\\] \\(temp\\) needs 400 bytes; ${live} bytes are live, \\d+ param.* and the limit is ${live + 300}$`,
+        ),
+      )
+      expect(refused).toThrow(expect.objectContaining({ code: 'out_of_memory', argument: 'limit' }))
+      expect(native.memory()).toEqual(before)
+      expect(() => native.memoryLimit(-1)).toThrow('memoryLimit: bytes is -1 and must not be negative')
+    } finally {
+      native.memoryLimit(0)
+    }
+    native.free(native.convert(x, null, 'f32'))
+  })
+
+  it('a step that does not fit leaves no bytes behind', async () => {
+    const data = new TextDataset(sentence.repeat(40), { sequence: 32 })
+    const before = native.memory().live
+    const model = new LlamaForCausalLM(smallLlama, { recipe: 'coat' })
+    const trainer = new Trainer(model, { data, batch: 4, steps: 1 })
+    const held = native.memory().live
+    try {
+      limitMemory(held.total + 50_000)
+      await expect(trainer.step()).rejects.toMatchObject({ code: 'out_of_memory' })
+      expect(native.memory().live.total - held.total).toBeLessThan(10_000) // scales of weights, tables of rotations
+      limitMemory(null)
+      expect((await trainer.step()).step).toBe(1)
+    } finally {
+      limitMemory(null)
+    }
+    trainer.dispose()
+    model.dispose()
+    expect(native.memory().live).toEqual(before)
+  })
+
+  it.skipIf(!present('cuda'))('the pool of the device holds at least the tensors', () => {
+    const x = native.make('f32', [2 ** 20], 'cuda', 'temp')
+    native.resetPeak()
+    const y = native.make('f32', [2 ** 20], 'cuda', 'temp')
+    native.free(y)
+    const pool = native.pool() ?? expect.fail('no pool')
+    expect(pool.usedPeak).toBeGreaterThanOrEqual(2 ** 23)
+    expect(pool.reservedPeak).toBeGreaterThanOrEqual(pool.usedPeak)
+    expect(pool.reserved).toBeLessThanOrEqual(pool.total - pool.free)
+    native.free(x)
+  })
+
+  it('cleared tensors are zero', async () => {
+    const x = tensor('bf16', [3], [1, 2, 3])
+    const version = native.version(x)
+    native.clear(x)
+    expect(await read(x)).toEqual([0, 0, 0])
+    expect(native.version(x)).toBe(version + 1)
   })
 
   it('a thousand rounds of ops leave live bytes and tensors as they were', () => {

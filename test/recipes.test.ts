@@ -23,10 +23,12 @@ it.each<[unknown, RegExp]>([
   ['toString', /'toString' is unknown/],
   [{ ...recipes.coat, mm: 'f32' }, /axis 'mm' is unknown; the axes are x, w, dy/],
   [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/t', 'e4m3\/g64'/],
+  [{ ...recipes.coat, flow: 'paper' }, /flow is 'paper' and must be one of 'fp8', 'save'/],
   [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
+  [{ ...recipes.fp32, attention: 'e4m3/g16' }, /attention 'e4m3\/g16' needs stream 'bf16'/],
   [{ ...recipes.coat, v: 'f32' }, /m and v must be a pair of formats that adamw has; received/],
   [{ ...recipes.fp32, master: 'f32' }, /param 'f32' takes no master/],
   [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
@@ -35,6 +37,11 @@ it.each<[unknown, RegExp]>([
   const attempt = () => recipe(which as Recipe)
   expect(attempt).toThrow(CoatError)
   expect(attempt).toThrow(text)
+})
+
+it("coat-paper is the paper's flow; coat-bf16 differs from coat in parameters alone", () => {
+  expect(recipes['coat-paper']).toEqual({ ...recipes.coat, flow: 'fp8' })
+  expect(recipes['coat-bf16']).toEqual({ ...recipes.coat, param: 'bf16', rounding: 'stochastic' })
 })
 
 it('state: 8 bytes a parameter in fp32, at most 2.2 in coat, 12 with the master of bf16', () => {
@@ -62,6 +69,26 @@ it('refuses a model that cannot be', () => {
 it('reads the rotation of newer configs', () => {
   using model = new LlamaForCausalLM({ ...config, rope_parameters: { rope_theta: 5e5 } }, { recipe: 'fp32' })
   expect(model.config.rope_theta).toBe(5e5)
+})
+
+it('reads the windows of Mistral and Qwen2', () => {
+  const windows = (change: object) => {
+    using model = new LlamaForCausalLM({ ...config, ...change }, { recipe: 'fp32' })
+    return model.layers.map(({ attention }) => attention.sizes.window)
+  }
+  expect(windows({ sliding_window: 7 })).toEqual([0, 0])
+  expect(windows({ model_type: 'mistral', sliding_window: 7 })).toEqual([7, 7])
+  expect(windows({ model_type: 'mistral', sliding_window: null })).toEqual([0, 0])
+  const qwen = { model_type: 'qwen2', sliding_window: 7, max_window_layers: 1 }
+  expect(windows(qwen)).toEqual([0, 0])
+  expect(windows({ ...qwen, use_sliding_window: true })).toEqual([0, 7])
+  const layer_types = ['sliding_attention', 'full_attention']
+  expect(windows({ ...qwen, use_sliding_window: true, layer_types })).toEqual([7, 0])
+  expect(() => windows({ model_type: 'mistral', sliding_window: 0 })).toThrow(/sliding_window is 0 and must be/)
+  expect(() => windows({ layer_types: ['full_attention'] })).toThrow(/layer_types is .* for each of 2 layers/)
+  expect(() => windows({ layer_types: ['full_attention', 'none'] })).toThrow(
+    /layer_types is .* must hold full_attention/,
+  )
 })
 
 it('starts every recipe from the same values', async () => {

@@ -6,6 +6,7 @@ import {
   memory,
   noGrad,
   ops,
+  type Recipe,
   type RecipeName,
   recipes,
   resetPeak,
@@ -140,9 +141,7 @@ describe('a tied weight and a residual get the sum of their gradients', () => {
     using targets = Tensor.from(Int32Array.of(0, 1, 2), [3])
     {
       using tape = new Tape()
-      using loss = tape.record(() =>
-        scope(() => ops.crossEntropy(ops.add(x.tensor, x.tensor, 'f32', 'f32'), targets, 1)),
-      )
+      using loss = tape.record(() => scope(() => ops.crossEntropy(ops.add(x.tensor, x.tensor, 'f32'), targets, 1)))
       tape.backward(loss)
     }
     using doubled = Tensor.from(
@@ -170,9 +169,9 @@ describe('what is kept for backward', () => {
   const sizes: BlockSizes = { ...llama, hidden: D, heads: H, kvHeads: H, headDim: D / H, inner: (8 * D) / 3 }
   const rows = 2 * 32
 
-  function kept(recipe: RecipeName): { perToken: number; ledger: ReturnType<Tape['ledger']>; peak: number } {
+  function kept(recipe: RecipeName | Recipe): { perToken: number; ledger: ReturnType<Tape['ledger']>; peak: number } {
     using block = new Block(build({ recipe, seed: 1 }), 'b', sizes)
-    using x = new Leaf(noise(rows * D, 2), [rows, D], recipes[recipe].stream)
+    using x = new Leaf(noise(rows * D, 2), [rows, D], (typeof recipe === 'string' ? recipes[recipe] : recipe).stream)
     using tape = new Tape()
     const saved = memory().live.saved
     resetPeak()
@@ -192,6 +191,17 @@ describe('what is kept for backward', () => {
     expect(formats).toContain('rmsnorm e4m3/g16')
     expect(formats).toContain('swiglu e4m3/g16')
     expect(formats).not.toContain('linear e4m3/t')
+  })
+
+  it('attention keeps 4.5 D bytes a token in FP8 instead of 8 D, and its projection makes its operand from them', () => {
+    const plain = kept('coat')
+    const fp8 = kept({ ...recipes.coat, attention: 'e4m3/g16' })
+    const ofAttention = ({ ledger }: typeof plain) => ledger.filter(({ op }) => op === 'attention')
+    const bytes = (rows: readonly { bytes: number }[]) => rows.reduce((sum, row) => sum + row.bytes, 0) / (2 * 32)
+    expect(bytes(ofAttention(plain))).toBe(8 * D + 4 * H)
+    expect(bytes(ofAttention(fp8))).toBe(4.5 * D)
+    expect(ofAttention(fp8).map(({ format }) => format)).toEqual(['e4m3/g16'])
+    expect(plain.perToken - fp8.perToken).toBe(3.5 * D + 4 * H)
   })
 
   it('is about twice that in bf16 and four times in fp32', () => {

@@ -99,6 +99,15 @@ describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
     }
   })
 
+  it('names the parts of a step as it queues them', async () => {
+    const parts: string[] = []
+    const { model, trainer: one } = trainer(recipe, { accumulate: 2, phase: (part) => parts.push(part) })
+    await one.step()
+    expect(parts).toEqual(['forward', 'backward', 'forward', 'backward', 'update', 'end'])
+    one.dispose()
+    model.dispose()
+  })
+
   it('skips a step whose gradient is NaN: nothing changes, the schedule waits, the next step is normal', async () => {
     const { model, trainer: it } = trainer(recipe, { steps: 5, schedule: cosine({ warmup: 3 }) })
     let step = 0
@@ -218,11 +227,63 @@ it('a batch without any counted token changes nothing but counts as a step of lo
   model.dispose()
 })
 
+it('what is made again in backward changes memory, not the result', async () => {
+  const run = async (recompute: 'none' | 'flow' | 'layer') => {
+    const { model, trainer: it } = trainer('coat', { recompute, steps: 3 })
+    const metrics = await all(it.run())
+    const state = await stateOf(model, it)
+    it.dispose()
+    model.dispose()
+    return { state, losses: metrics.map(({ loss }) => loss), saved: metrics.at(-1)?.memory.peak.saved as number }
+  }
+  const [none, flow, layer] = [await run('none'), await run('flow'), await run('layer')]
+  for (const other of [none, layer]) {
+    expect(other.losses).toEqual(flow.losses)
+    expect(other.state).toBe(flow.state)
+  }
+  expect(flow.saved).toBeLessThan(none.saved)
+  expect(layer.saved).toBeLessThan(flow.saved)
+})
+
+it('documents of a batch are as if each were alone', async () => {
+  const [T, second] = [32, 11]
+  const ids = Int32Array.from({ length: T }, (_, i) => (i * 37) % 256)
+  const targets = ids.map((id) => (id + 1) % 256)
+  const starts = ids.map((_, t) => (t < second ? 0 : second))
+  const step = async (batches: readonly Batch[]) => {
+    using model = new LlamaForCausalLM(config, { recipe: 'fp32', seed: 1 })
+    const data = { sequence: T, batch: (i: number) => batches[i] as Batch, validation: () => [] }
+    using trainer = new Trainer(model, {
+      data,
+      batch: 1,
+      accumulate: batches.length,
+      steps: 1,
+      optimizer: { lr: 0.01 },
+    })
+    return await trainer.step()
+  }
+  const part = (from: number, to: number): Batch => ({
+    ids: ids.slice(from, to),
+    targets: targets.slice(from, to),
+    sequence: to - from,
+  })
+  const packed = await step([{ ...part(0, T), starts }])
+  const alone = await step([part(0, second), part(second, T)])
+  const joined = await step([part(0, T)])
+  expect(packed.loss).toBeCloseTo(alone.loss, 5)
+  expect(packed.gradNorm).toBeCloseTo(alone.gradNorm, 5)
+  expect(Math.abs(packed.gradNorm - joined.gradNorm)).toBeGreaterThan(1e-4)
+  await expect(step([{ ...part(0, T), starts: starts.map((start) => start + 1) }])).rejects.toThrow(
+    'documentStarts: starts[0] is 1 and must be its position 0, where a document begins, or that of the row before',
+  )
+})
+
 it('refuses what it does not know', () => {
   using model = new LlamaForCausalLM(config, { recipe: 'fp32' })
   const make = (options: object) => () => new Trainer(model, { data, batch: 4, steps: 1, ...options })
   expect(make({ step: 3 })).toThrow(/Trainer: option 'step' is unknown; the options are data, batch/)
   expect(make({ batch: 0 })).toThrow(/batch is 0 and must be an integer of at least 1/)
+  expect(make({ recompute: 'all' })).toThrow(/recompute is all and must be one of none, flow, layer/)
   expect(make({ clip: -1 })).toThrow(/clip is -1 and must be at least 0/)
   expect(make({ optimizer: { learningRate: 1 } })).toThrow(/adamw: option 'learningRate' is unknown/)
   expect(make({ optimizer: { betas: [0.9, 1] } })).toThrow(/betas\[1\] is 1 and must be at least 0 and less than 1/)

@@ -85,6 +85,7 @@ export type Name =
       | 'dloss'
       | 'dout'
       | 'dy'
+      | 'factor'
       | 'ids'
       | 'logits'
       | 'lse'
@@ -93,7 +94,7 @@ export type Name =
       | 'qkv'
       | 'rstd'
     )
-  | ('table' | 'targets' | 'w' | 'x' | 'y')
+  | ('starts' | 'table' | 'targets' | 'w' | 'x' | 'y')
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */
 export type Given = Record<Letter | Hyper | Scalar | 'std', number> & Record<Name, Values> & Record<List, Values[]>
 

@@ -1,6 +1,15 @@
 // The configuration of a run: JSON with comments, its rules, and every key or value that breaks one.
 import { readFileSync } from 'node:fs'
-import { CoatError, type LlamaConfig, type Recipe, type RecipeName, recipe, recipes } from '../lib/index.ts'
+import {
+  CoatError,
+  type LlamaConfig,
+  type Recipe,
+  type RecipeName,
+  type Recompute,
+  recipe,
+  recipes,
+} from '../lib/index.ts'
+import { recomputes } from '../lib/tape.ts'
 
 export interface RunConfig {
   model:
@@ -24,6 +33,9 @@ export interface RunConfig {
   steps: number
   clip: number
   maxSkips: number
+  recompute?: Recompute
+  optimizerInBackward?: boolean
+  cacheWeights?: boolean
   optimizer: { rule: 'adamw' | 'lion' | 'sgd'; [name: string]: unknown }
   schedule: { name: 'constant' | 'linear' | 'cosine' | 'wsd'; warmup?: number; floor?: number; decay?: number }
   spike?: { sigma: number; window?: number }
@@ -120,6 +132,9 @@ function shapeOf(config: Record<string, unknown>): Shape {
     steps: integer(1),
     clip: number(0),
     maxSkips: integer(1),
+    recompute: oneOf(...recomputes),
+    optimizerInBackward: flag,
+    cacheWeights: flag,
     optimizer: {
       rule: oneOf(...Object.keys(rules)),
       lr: number(0),

@@ -48,7 +48,7 @@ export async function train(
   const tokenizer = await tokenizerOf(config)
   const { data, vocabulary } = await dataOf(config, tokenizer)
   using model = await modelOf(config, where, vocabulary)
-  const { out, validate, spike, checkpoint } = config
+  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights } = config
   for (const pattern of config.freeze) freeze(model, pattern)
   using trainer = new Trainer(model, {
     data,
@@ -60,6 +60,9 @@ export async function train(
     optimizer: optimizerOf(config),
     schedule: scheduleOf(config),
     ...(spike ? { spike } : {}),
+    ...(recompute ? { recompute } : {}),
+    ...(optimizerInBackward ? { optimizerInBackward } : {}),
+    ...(cacheWeights ? { cacheWeights } : {}),
     ...(validate ? { validate } : {}),
     ...(checkpoint ? { checkpoint: { ...checkpoint, dir: join(out, 'checkpoints') } } : {}),
   })

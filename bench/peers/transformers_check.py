@@ -105,6 +105,7 @@ models = {
     "llama3": {"rope_theta": 500.0, "rope_scaling": llama3},
     "llama-linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "mistral": {"sliding_window": None, "head_dim": 24},
+    "mistral-window": {"sliding_window": 16},
     "qwen2": {"use_sliding_window": False, "rope_theta": 1e6},
     "olmo": {},
 }

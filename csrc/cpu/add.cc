@@ -1,4 +1,4 @@
-// add: sums of two tensors, in-place accumulation, and the sum over rows that is the gradient of a bias.
+// add: sums of two tensors, in-place accumulation and scaling, and the sum over rows that is the gradient of a bias.
 #include "../ops.h"
 #include "rows.h"
 
@@ -25,6 +25,14 @@ void add_into(const add_into_args& args) {
     read(args.y, begin, end, out);
     read(args.x, begin, end, x.data());
     for (int64_t i = 0; i < end - begin; ++i) out[i] = out[i] + x[i];
+  });
+}
+
+void multiply_into(const multiply_into_args& args) {
+  const float factor = *args.factor.as<float>();
+  write_pieces(args.y, {}, 1, args.y.shape.numel(), kChunk, [&](int64_t begin, int64_t end, float* out) {
+    read(args.y, begin, end, out);
+    for (int64_t i = 0; i < end - begin; ++i) out[i] = out[i] * factor;
   });
 }
 

@@ -1,4 +1,4 @@
-// add: sums of two tensors, in-place accumulation, and the sum over rows that is the gradient of a bias.
+// add: sums of two tensors, in-place accumulation and scaling, and the sum over rows that is the gradient of a bias.
 #include "../ops.h"
 #include "lanes.cuh"
 
@@ -72,6 +72,33 @@ void start_add(const char* name, const Tensor& a, const Tensor& b, const Tensor&
                E4M3G16(twin), rows);
       });
     });
+  });
+}
+
+// One vector a lane, 4 a thread. Reads and writes y once.
+template <class Y>
+__global__ void __launch_bounds__(kThreads) multiply_into_kernel(Y y, const float* factor, Rows rows) {
+  constexpr int E = kLane<CodeOf<Y>>;
+  const int64_t first = int64_t{blockIdx.x} * (kThreads * kUnroll);
+  const float by = *factor;
+  by_case(rows.whole<E>(first, kThreads * kUnroll), [&](auto whole) {
+    using Here = Spot<E, whole.value>;
+    Lane<CodeOf<Y>, E> lane[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const Here spot(rows, first + u * kThreads + threadIdx.x);
+      lane[u].template fetch<whole.value>(y.codes, spot.i, spot.left);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const Here spot(rows, first + u * kThreads + threadIdx.x);
+      float value[E];
+      lane[u].decode(y, {}, value);
+#pragma unroll
+      for (int k = 0; k < E; ++k) value[k] = value[k] * by;
+      lane[u].encode(y, {}, value);
+      lane[u].template put<whole.value>(y.codes, spot.i, spot.left);
+    }
   });
 }
 
@@ -154,6 +181,16 @@ void add(const add_args& args) {
 }
 
 void add_into(const add_into_args& args) { start_add<false>("add_into", args.y, args.x, args.y, args.y); }
+
+void multiply_into(const multiply_into_args& args) {
+  with("y", args.y, Wide{}, [&](const auto y) {
+    using Y = std::remove_const_t<decltype(y)>;
+    const Rows rows = Rows::of(1, args.y.shape.numel(), kLane<CodeOf<Y>>, 1);
+    const int64_t blocks = (rows.total() + kThreads * kUnroll - 1) / (kThreads * kUnroll);
+    launch("multiply_into", multiply_into_kernel<Y>, static_cast<unsigned>(blocks), kThreads, 0, y,
+           args.factor.as<float>(), rows);
+  });
+}
 
 void column_sum(const column_sum_args& args) {
   const int64_t M = args.x.shape.rows(), N = args.x.shape.cols();

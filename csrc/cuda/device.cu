@@ -14,7 +14,6 @@ namespace {
 struct Context {
   cudaStream_t stream = nullptr;
   Status* status = nullptr;
-  std::vector<cudaEvent_t> marks;
   std::vector<std::string> ops;  // launched since the last wait, the oldest first
   std::string about;
   int multiprocessors = 0;
@@ -66,6 +65,16 @@ void check(cudaError_t result, const char* what) {
   fail("cuda", "device", what, " failed: ", cudaGetErrorString(result));
 }
 
+namespace {
+
+cudaMemPool_t default_pool() {
+  cudaMemPool_t pool;
+  check(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
+  return pool;
+}
+
+}  // namespace
+
 std::string open() {
   if (context.stream) return context.about;
   int count = 0, driver = 0, runtime = 0;
@@ -85,10 +94,8 @@ std::string open() {
     fail("no_cuda", "device", "device 'cuda' is ", properties.name, " of compute capability ", properties.major, ".",
          properties.minor, " and must be of 9.0 (H100, H200); use device 'cpu'");
   check(cudaSetDevice(0), "cudaSetDevice");
-  cudaMemPool_t pool;
-  check(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
   uint64_t keep = UINT64_MAX;  // freed blocks stay with the process, for the next step
-  check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
+  check(cudaMemPoolSetAttribute(default_pool(), cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
   check(cudaHostAlloc(reinterpret_cast<void**>(&context.status), sizeof(Status), cudaHostAllocMapped), "cudaHostAlloc");
   new (context.status) Status;
   check(cudaMalloc(&context.counters, kCounters * sizeof(uint32_t)), "cudaMalloc");
@@ -156,15 +163,27 @@ void check_bytes(const uint8_t* data, int value, int64_t count) {
          static_cast<uint8_t>(value), count, status());
 }
 
-void room(int64_t& held, int64_t& free) {
-  size_t free_bytes = 0, total = 0;
-  check(cudaMemGetInfo(&free_bytes, &total), "cudaMemGetInfo");
-  cudaMemPool_t pool;
-  check(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
-  uint64_t reserved = 0;
-  check(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved), "cudaMemPoolGetAttribute");
-  held = static_cast<int64_t>(reserved);
-  free = static_cast<int64_t>(free_bytes);
+Pool pool() {
+  open();
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  const auto figure = [](cudaMemPoolAttr attribute) {
+    uint64_t value = 0;
+    check(cudaMemPoolGetAttribute(default_pool(), attribute, &value), "cudaMemPoolGetAttribute");
+    return static_cast<int64_t>(value);
+  };
+  return {figure(cudaMemPoolAttrUsedMemCurrent),
+          figure(cudaMemPoolAttrUsedMemHigh),
+          figure(cudaMemPoolAttrReservedMemCurrent),
+          figure(cudaMemPoolAttrReservedMemHigh),
+          static_cast<int64_t>(free),
+          static_cast<int64_t>(total)};
+}
+
+void reset_pool_peak() {
+  uint64_t zero = 0;
+  for (auto attribute : {cudaMemPoolAttrUsedMemHigh, cudaMemPoolAttrReservedMemHigh})
+    check(cudaMemPoolSetAttribute(default_pool(), attribute, &zero), "cudaMemPoolSetAttribute");
 }
 
 // From pageable memory the runtime stages the bytes before it returns.
@@ -256,27 +275,28 @@ void synchronize() {
   judge(result, context.status, ops);
 }
 
-int64_t mark() {
-  cudaEvent_t event;
-  check(cudaEventCreate(&event), "cudaEventCreate");
-  context.marks.push_back(event);
-  check(cudaEventRecord(event, stream()), "cudaEventRecord");
-  return static_cast<int64_t>(context.marks.size()) - 1;
+Marks::~Marks() {
+  for (void* event : events_) cudaEventDestroy(static_cast<cudaEvent_t>(event));
 }
 
-double elapsed(int64_t from, int64_t to) {
-  const int64_t count = static_cast<int64_t>(context.marks.size());
+int64_t Marks::set() {
+  if (used_ == static_cast<int64_t>(events_.size())) {
+    cudaEvent_t made;
+    check(cudaEventCreate(&made), "cudaEventCreate");
+    events_.push_back(made);
+  }
+  check(cudaEventRecord(static_cast<cudaEvent_t>(events_[used_]), stream()), "cudaEventRecord");
+  return used_++;
+}
+
+double Marks::between(int64_t from, int64_t to) {
   for (int64_t i : {from, to})
-    if (i < 0 || i >= count) fail("value", "mark", "mark ", i, " is not one of the ", count, " that were made");
+    if (i < 0 || i >= used_) fail("value", "mark", "mark ", i, " is not one of the ", used_, " that were made");
+  const auto event = [&](int64_t i) { return static_cast<cudaEvent_t>(events_[i]); };
   float milliseconds = 0;
-  check(cudaEventSynchronize(context.marks[to]), "cudaEventSynchronize");
-  check(cudaEventElapsedTime(&milliseconds, context.marks[from], context.marks[to]), "cudaEventElapsedTime");
+  check(cudaEventSynchronize(event(to)), "cudaEventSynchronize");
+  check(cudaEventElapsedTime(&milliseconds, event(from), event(to)), "cudaEventElapsedTime");
   return milliseconds;
-}
-
-void forget_marks() {
-  for (cudaEvent_t event : context.marks) cudaEventDestroy(event);
-  context.marks.clear();
 }
 
 void launched(const char* op) {
@@ -287,7 +307,6 @@ void launched(const char* op) {
 
 void close() {
   if (!context.stream) return;
-  forget_marks();
   cudaStreamSynchronize(context.stream);
   cudaStreamDestroy(context.stream);
   cudaFreeHost(context.status);

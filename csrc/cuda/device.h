@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "../tensor.h"
 
@@ -16,8 +17,13 @@ void release(uint8_t* data);
 void fill(uint8_t* data, int value, int64_t bytes);
 // Reports kDamaged at the next wait unless `count` bytes at data have this value.
 void check_bytes(const uint8_t* data, int value, int64_t count);
-// Bytes of the device that the pool holds and that are free.
-void room(int64_t& held, int64_t& free);
+// What the pool holds of the device and how much of it is in use, scratch of kernels included, now and at most since
+// the peaks were reset; what is free of the device's memory.
+struct Pool {
+  int64_t used = 0, used_peak = 0, reserved = 0, reserved_peak = 0, free = 0, total = 0;
+};
+Pool pool();
+void reset_pool_peak();
 // Host to device: the host bytes may change when it returns.
 void copy_in(uint8_t* data, const void* bytes, int64_t count);
 // A copy to host memory, queued now. wait() may run on any thread, blocks, and throws what the device reported since
@@ -37,11 +43,22 @@ class Reading {
 };
 // Waits for everything that this thread queued.
 void synchronize();
-// Points in time of the device's own clock: mark() queues one and numbers it, elapsed() waits for both and gives the
-// milliseconds between them; the numbers start again after forget_marks().
-int64_t mark();
-double elapsed(int64_t from, int64_t to);
-void forget_marks();
+// Points in time of the device's own clock: set() queues one and numbers it, between() waits for both and gives the
+// milliseconds between them; the numbers start again after forget().
+class Marks {
+ public:
+  Marks() = default;
+  ~Marks();
+  Marks(const Marks&) = delete;
+  Marks& operator=(const Marks&) = delete;
+  int64_t set();
+  double between(int64_t from, int64_t to);
+  void forget() { used_ = 0; }
+
+ private:
+  std::vector<void*> events_;  // those that are not in use are kept for the next round
+  int64_t used_ = 0;
+};
 // Products of this thread are from now on made by cuBLASLt, to compare with, by that one of its suggestions; below 0 by
 // our kernels again. Returns whether the library is asked and there.
 bool choose_cublaslt(int suggestion);

@@ -14,6 +14,10 @@ namespace coat::cuda {
 // writing outside does nothing.
 CUtensorMap tensor_map(const char* op, const void* codes, int size, int64_t lines, int64_t width, int64_t stride,
                        int tile_lines);
+// The same of bf16 codes [sequences, lines, heads, width], whose lines are `stride` codes apart: a tile lies in one
+// head of one sequence.
+CUtensorMap tensor_map_of_heads(const char* op, const void* codes, int64_t sequences, int64_t lines, int64_t heads,
+                                int64_t width, int64_t stride, int tile_lines);
 
 // ---- shared memory ----
 
@@ -56,6 +60,10 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
 __device__ inline void meet(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// Counts as meeting, without waiting.
+__device__ inline void meet_later(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
 
 // ---- clusters ----
 
@@ -95,6 +103,26 @@ __device__ inline void store_tile(const CUtensorMap& map, uint32_t from, int lin
                "r"(from), "r"(column), "r"(line)
                : "memory");
 }
+// Tiles of a map of heads.
+__device__ inline void load_tile(const CUtensorMap& map, uint32_t to, uint32_t barrier, int sequence, int line,
+                                 int head, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(head), "r"(line), "r"(sequence)
+      : "memory");
+}
+__device__ inline void store_tile(const CUtensorMap& map, uint32_t from, int sequence, int line, int head, int column) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(from), "r"(column), "r"(head), "r"(line), "r"(sequence)
+               : "memory");
+}
+// Bytes in a row, in multiples of 16.
+__device__ inline void load_bytes(const void* from, uint32_t to, uint32_t barrier, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the stores of this thread have read their shared memory.
 __device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
@@ -115,6 +143,21 @@ __device__ inline void put_shared(uint32_t at, uint16_t codes) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(codes) : "memory");
 }
 
+__device__ inline float2 get_shared(uint32_t at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+
+// The number of this thread's warpgroup in its block, known to the compiler to be that of the whole warp.
+__device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0); }
+// The number of this thread in its warpgroup, read again every time: a register less to keep.
+__device__ inline int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % 128;
+}
+
 // ---- registers ----
 
 template <int Count>
@@ -126,7 +169,7 @@ __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-// ---- products of a warpgroup: sums [64, 128 or 256] += a [64, 32 bytes] b^T [128 or 256, 32 bytes] ----
+// ---- products of a warpgroup: sums [64, 64 to 256] += a [64, 32 bytes] b^T [64 to 256, 32 bytes] ----
 
 // Where an operand stands in shared memory, in tiles of lines of 128 bytes. Along K: 8 lines are 1024 bytes. Across it:
 // 8 lines of K are 1024 bytes, and tiles of 64 codes are `apart` bytes apart.
@@ -134,6 +177,8 @@ __device__ inline uint64_t operand_at(uint32_t address, uint32_t apart) {
   return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | static_cast<uint64_t>(apart >> 4) << 16 | 64ull << 32 |
          1ull << 62;
 }
+// The operand `bytes` further on.
+__device__ inline uint64_t operand_after(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Open>
@@ -150,12 +195,14 @@ __device__ inline void hold(float (&sums)[Count]) {
 #define COAT_SUMS_8(s, i)                                                                                     \
   "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
       "+f"(s[i + 7])
-#define COAT_SUMS_64(s, i)                                                                                          \
-  COAT_SUMS_8(s, i), COAT_SUMS_8(s, i + 8), COAT_SUMS_8(s, i + 16), COAT_SUMS_8(s, i + 24), COAT_SUMS_8(s, i + 32), \
-      COAT_SUMS_8(s, i + 40), COAT_SUMS_8(s, i + 48), COAT_SUMS_8(s, i + 56)
+#define COAT_SUMS_32(s, i) COAT_SUMS_8(s, i), COAT_SUMS_8(s, i + 8), COAT_SUMS_8(s, i + 16), COAT_SUMS_8(s, i + 24)
+#define COAT_SUMS_64(s, i) COAT_SUMS_32(s, i), COAT_SUMS_32(s, i + 32)
+#define COAT_LIST_32                                                       \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define COAT_LIST_64                                                                 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  COAT_LIST_32                                                                       \
+  ", "                                                                               \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define COAT_LIST_128                                                                            \
@@ -179,21 +226,54 @@ __device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b, int adds
     COAT_FP8("e5m2.e4m3");
 }
 #undef COAT_FP8
+#define COAT_BF16(n, list, a, b, p, types, ...)                                              \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned.m64n" n \
+               "k16.f32.bf16.bf16 {" list "}, " a ", " b ", p, 1, 1, " types ";}" __VA_ARGS__)
 template <bool AlongA, bool AlongB>
-__device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" COAT_LIST_64 "}, %64, %65, 1, 1, 1, %66, %67;"
-               : COAT_SUMS_64(s, 0)
-               : "l"(a), "l"(b), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
+__device__ inline void multiply(float (&s)[32], uint64_t a, uint64_t b, int adds = 1) {
+  COAT_BF16("64", COAT_LIST_32, "%32", "%33", "%34", "%35, %36",
+            : COAT_SUMS_32(s, 0)
+            : "l"(a), "l"(b), "r"(adds), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
 }
 template <bool AlongA, bool AlongB>
-__device__ inline void multiply(float (&s)[128], uint64_t a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" COAT_LIST_128
-               "}, %128, %129, 1, 1, 1, %130, %131;"
-               : COAT_SUMS_64(s, 0), COAT_SUMS_64(s, 64)
-               : "l"(a), "l"(b), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
+__device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b, int adds = 1) {
+  COAT_BF16("128", COAT_LIST_64, "%64", "%65", "%66", "%67, %68",
+            : COAT_SUMS_64(s, 0)
+            : "l"(a), "l"(b), "r"(adds), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
 }
+template <bool AlongA, bool AlongB>
+__device__ inline void multiply(float (&s)[128], uint64_t a, uint64_t b, int adds = 1) {
+  COAT_BF16("256", COAT_LIST_128, "%128", "%129", "%130", "%131, %132",
+            : COAT_SUMS_64(s, 0), COAT_SUMS_64(s, 64)
+            : "l"(a), "l"(b), "r"(adds), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
+}
+// The same with a in registers: what a lane holds of 16 of K are the codes of pairs of neighbours of the sums of a
+// product, rounded.
+#define COAT_HELD(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
+template <bool AlongB>
+__device__ inline void multiply_held(float (&s)[32], const uint32_t* a, uint64_t b, int adds = 1) {
+  COAT_BF16("64", COAT_LIST_32, "{%32, %33, %34, %35}", "%36", "%37", "%38",
+            : COAT_SUMS_32(s, 0)
+            : COAT_HELD(a), "l"(b), "r"(adds), "n"(AlongB ? 0 : 1));
+}
+template <bool AlongB>
+__device__ inline void multiply_held(float (&s)[64], const uint32_t* a, uint64_t b, int adds = 1) {
+  COAT_BF16("128", COAT_LIST_64, "{%64, %65, %66, %67}", "%68", "%69", "%70",
+            : COAT_SUMS_64(s, 0)
+            : COAT_HELD(a), "l"(b), "r"(adds), "n"(AlongB ? 0 : 1));
+}
+template <bool AlongB>
+__device__ inline void multiply_held(float (&s)[128], const uint32_t* a, uint64_t b, int adds = 1) {
+  COAT_BF16("256", COAT_LIST_128, "{%128, %129, %130, %131}", "%132", "%133", "%134",
+            : COAT_SUMS_64(s, 0), COAT_SUMS_64(s, 64)
+            : COAT_HELD(a), "l"(b), "r"(adds), "n"(AlongB ? 0 : 1));
+}
+#undef COAT_HELD
+#undef COAT_BF16
 #undef COAT_SUMS_64
+#undef COAT_SUMS_32
 #undef COAT_SUMS_8
+#undef COAT_LIST_32
 #undef COAT_LIST_64
 #undef COAT_LIST_128
 

@@ -28,12 +28,13 @@ uint8_t* allocate(int64_t) { refuse(); }
 void release(uint8_t*) {}
 void fill(uint8_t*, int, int64_t) { refuse(); }
 void check_bytes(const uint8_t*, int, int64_t) { refuse(); }
-void room(int64_t&, int64_t&) { refuse(); }
+Pool pool() { refuse(); }
+void reset_pool_peak() {}
 void copy_in(uint8_t*, const void*, int64_t) { refuse(); }
 void synchronize() { refuse(); }
-int64_t mark() { refuse(); }
-double elapsed(int64_t, int64_t) { refuse(); }
-void forget_marks() {}
+Marks::~Marks() = default;
+int64_t Marks::set() { refuse(); }
+double Marks::between(int64_t, int64_t) { refuse(); }
 bool choose_cublaslt(int) { return false; }
 void launched(const char*) {}
 Status* status() { refuse(); }

@@ -18,13 +18,14 @@ __device__ inline int64_t quotient(int64_t a, int64_t b) {
 // A thread turns Count pairs of one head at a time, neighbours the next ones: the heads of a row meet the same stretch
 // of the table in L1. Value heads are not touched. Moves queries and keys once in and once out.
 template <int Count, class V>
-__global__ __launch_bounds__(kThreads) void rope_kernel(V qkv, const float* table, int64_t rows, int64_t cols,
-                                                        int64_t T, int64_t heads, int64_t D, float sign) {
+__global__ __launch_bounds__(kThreads) void rope_kernel(V qkv, const float* table, const int32_t* starts, int64_t rows,
+                                                        int64_t cols, int64_t T, int64_t heads, int64_t D, float sign) {
   const int64_t half = D / 2, pieces = half / Count;
   for (Walk at(rows, heads * pieces); at.more(); at.next()) {
     const int64_t head = quotient(at.run, pieces), i = (at.run - head * pieces) * Count;
     const int64_t first = at.row * cols + head * D + i, second = first + half;
-    const float* cosine = table + (at.row - quotient(at.row, T) * T) * D + i;
+    const int64_t position = rope_position(at.row - quotient(at.row, T) * T, starts ? starts[at.row] : 0, T);
+    const float* cosine = table + position * D + i;
     const auto turn = [sign](float& a, float& b, float c, float sine) {
       const float s = sine * sign, old = a;
       a = fma_(old, c, -(b * s));
@@ -68,7 +69,8 @@ void rope(const rope_args& args) {
     using V = std::remove_const_t<decltype(qkv)>;
     launch("rope", whole ? rope_kernel<kPairs, V> : rope_kernel<1, V>,
            dim3(blocks_for(rows * heads * (whole ? half / kPairs : half), kThreads)), dim3(kThreads), 0, qkv,
-           args.table.as<float>(), rows, cols, T, heads, args.D, static_cast<float>(args.direction));
+           args.table.as<float>(), args.starts.as<int32_t>(), rows, cols, T, heads, args.D,
+           static_cast<float>(args.direction));
   });
 }
 

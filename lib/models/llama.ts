@@ -1,9 +1,9 @@
-// Llama and its relatives (Llama 2 and 3, Mistral, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
+// Llama and its relatives (Llama 2 and 3, Mistral's windows, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
 import { KeyValues } from '../cache.ts'
 import { type GenerateOptions, generateOptions, sampled, uniforms } from '../generate.ts'
-import { Block, build, type LayerNorm, Linear, Module, normOf, Param, type RMSNorm } from '../modules.ts'
+import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
@@ -35,6 +35,12 @@ export interface LlamaConfig {
   attention_bias?: boolean
   mlp_bias?: boolean
   hidden_act?: 'silu' | 'gelu'
+  /** Keys that a token sees, itself included: in all layers of Mistral; of Qwen2 with `use_sliding_window` in those from `max_window_layers` on. */
+  sliding_window?: number | null
+  use_sliding_window?: boolean
+  max_window_layers?: number
+  /** `full_attention` or `sliding_attention` layer by layer, where newer configs say it. */
+  layer_types?: string[]
   initializer_range?: number
 }
 
@@ -47,20 +53,22 @@ export interface ModelOptions {
 }
 
 // What config.json may leave out, and the biases that a type has or has not whatever it says.
-const types = {
+const families = {
   llama: { architecture: 'LlamaForCausalLM', positions: 2048, eps: 1e-6, biases: null },
   mistral: { architecture: 'MistralForCausalLM', positions: 131072, eps: 1e-6, biases: false },
   qwen2: { architecture: 'Qwen2ForCausalLM', positions: 32768, eps: 1e-6, biases: true },
   olmo: { architecture: 'OlmoForCausalLM', positions: 2048, eps: 1e-5, biases: null },
 } as const
 
-function checked(
-  config: LlamaConfig,
-): Required<Omit<LlamaConfig, 'rope_parameters' | 'head_dim'>> & { head_dim: number } {
+type Unchecked = 'rope_parameters' | 'sliding_window' | 'use_sliding_window' | 'max_window_layers' | 'layer_types'
+
+type Checked = Required<Omit<LlamaConfig, Unchecked | 'head_dim'>> & { head_dim: number; sliding_window?: number }
+
+function checked(config: LlamaConfig): Checked {
   const fail = (name: keyof LlamaConfig, rule: string): never => refuse(name, config[name], rule)
   const { model_type = 'llama', rope_parameters } = config
-  const names = Object.keys(types)
-  const type = names.includes(model_type) ? types[model_type] : fail('model_type', `must be ${names.join(', ')}`)
+  const names = Object.keys(families)
+  const family = names.includes(model_type) ? families[model_type] : fail('model_type', `must be ${names.join(', ')}`)
   for (const name of [
     'hidden_size',
     'intermediate_size',
@@ -73,6 +81,7 @@ function checked(
   const scaling = ropeScaling('rope_scaling', config.rope_scaling)
   if (rope_parameters && scaling && JSON.stringify(scaling) !== JSON.stringify(stretched))
     fail('rope_scaling', `must be as in rope_parameters, ${JSON.stringify(rope_parameters)}, or be left out`)
+  const window = slidingWindow(config)
   const full = {
     model_type,
     hidden_size: config.hidden_size,
@@ -82,20 +91,28 @@ function checked(
     num_key_value_heads: config.num_key_value_heads ?? config.num_attention_heads,
     head_dim: config.head_dim ?? config.hidden_size / config.num_attention_heads,
     vocab_size: config.vocab_size,
-    max_position_embeddings: config.max_position_embeddings ?? type.positions,
-    rms_norm_eps: config.rms_norm_eps ?? type.eps,
+    max_position_embeddings: config.max_position_embeddings ?? family.positions,
+    rms_norm_eps: config.rms_norm_eps ?? family.eps,
     rope_theta: rope_parameters?.rope_theta ?? config.rope_theta ?? 10000,
     rope_scaling: config.rope_scaling ?? (stretched ? (rope_parameters as RopeFields) : null),
     tie_word_embeddings: config.tie_word_embeddings ?? false,
-    attention_bias: config.attention_bias ?? type.biases ?? false,
+    attention_bias: config.attention_bias ?? family.biases ?? false,
     mlp_bias: config.mlp_bias ?? false,
     hidden_act: config.hidden_act ?? 'silu',
+    ...(window === null ? {} : { sliding_window: window }),
     initializer_range: config.initializer_range ?? 0.02,
   } as const
   expectKnown(config, [...Object.keys(full), 'rope_parameters'])
+  if (window !== null && !(Number.isSafeInteger(window) && window >= 1))
+    fail('sliding_window', 'must be an integer of at least 1, or null')
+  const types = config.layer_types
+  if (types && types.length !== full.num_hidden_layers)
+    fail('layer_types', `must have an entry for each of ${full.num_hidden_layers} layers`)
+  if (types?.some((type) => type !== 'full_attention' && type !== 'sliding_attention'))
+    fail('layer_types', 'must hold full_attention and sliding_attention only')
   if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
-  if (type.biases !== null && full.attention_bias !== type.biases)
-    fail('attention_bias', `must be ${type.biases} for model_type ${model_type}`)
+  if (family.biases !== null && full.attention_bias !== family.biases)
+    fail('attention_bias', `must be ${family.biases} for model_type ${model_type}`)
   if (full.mlp_bias && model_type !== 'llama') fail('mlp_bias', `must be false for model_type ${model_type}`)
   if (config.rope_theta !== undefined && config.rope_theta !== full.rope_theta)
     fail('rope_theta', `must equal that of rope_parameters, ${full.rope_theta}`)
@@ -107,6 +124,19 @@ function checked(
   if (full.num_attention_heads % full.num_key_value_heads !== 0)
     fail('num_key_value_heads', `must divide num_attention_heads = ${full.num_attention_heads}`)
   return full
+}
+
+// The window where a model has one, with what transformers takes when the file does not say.
+function slidingWindow({ model_type, sliding_window, use_sliding_window }: LlamaConfig): number | null {
+  const used = model_type === 'mistral' || (model_type === 'qwen2' && use_sliding_window)
+  return used ? (sliding_window === undefined ? 4096 : sliding_window) : null
+}
+
+/** The window of layer `i`, 0 for none. */
+function windowOf(config: LlamaConfig, i: number): number {
+  const first = config.model_type === 'qwen2' ? (config.max_window_layers ?? 28) : 0
+  const slides = config.layer_types ? config.layer_types[i] === 'sliding_attention' : i >= first
+  return slides ? (slidingWindow(config) ?? 0) : 0
 }
 
 /** A decoder with a language-model head, tied to the embedding or not. */
@@ -150,6 +180,7 @@ export class LlamaForCausalLM extends Module {
           outputBias: full.attention_bias && full.model_type !== 'qwen2',
           ropeTheta: full.rope_theta,
           ropeScaling: ropeScaling('rope_scaling', full.rope_scaling),
+          window: windowOf(config, i),
           inner: full.intermediate_size,
           activation: full.hidden_act === 'silu' ? 'swiglu' : 'gelu',
           bias: full.mlp_bias,
@@ -163,8 +194,33 @@ export class LlamaForCausalLM extends Module {
       : new Linear(built, 'lm_head', { inputs: hidden, outputs: full.vocab_size, std, plain: true })
   }
 
-  /** Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. */
-  forward(ids: Tensor, sequence: number): Tensor {
+  /**
+   * Logits [B·T, V] in the stream's format for ids i32 [B·T] of sequences of T tokens. With `starts` i32 [B·T]
+   * (`ops.documentStarts`) a sequence holds several documents, each as if it were alone.
+   */
+  forward(ids: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
+    return scope(() => this.#logits(this.#hidden(ids, sequence, starts)))
+  }
+
+  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
+    const { stream: format, dw } = this.recipe
+    return scope(() =>
+      ops.linearCrossEntropy(this.#hidden(ids, sequence, starts), this.#headWeight, targets, weight, { format, dw }),
+    )
+  }
+
+  get #headWeight(): Tensor {
+    return (this.head?.weight ?? this.embedding).tensor
+  }
+
+  #logits(hidden: Tensor): Tensor {
+    return ops.linear(hidden, this.#headWeight, null, linearFormats(this.recipe, { plain: true }))
+  }
+
+  /** What the head reads: [B·T, hidden] in the stream's format; `past`: of the sequence before ids. */
+  #hidden(ids: Tensor, sequence: number, starts: Tensor | null, past: KeyValues | null = null): Tensor {
+    const { stream, dw } = this.recipe
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
         `forward: sequence is ${sequence} and must be at most max_position_embeddings = ${this.config.max_position_embeddings}`,
@@ -172,33 +228,16 @@ export class LlamaForCausalLM extends Module {
         'forward',
         'sequence',
       )
-    return scope(() => this.#logits(this.#stream(ids, sequence)))
-  }
-
-  /** The residual stream [B·T, hidden] after the last layer. */
-  #stream(ids: Tensor, sequence: number, past?: KeyValues): Tensor {
-    const { stream, dw } = this.recipe
     return scope(() => {
       let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
-      for (const layer of this.layers) {
-        const next = layer.forward(x, sequence, past)
+      for (const [i, layer] of this.layers.entries()) {
+        const next = this.layers[i + 1]?.attentionNorm ?? this.norm
+        const y = layer.forward(x, sequence, starts, next, past)
         x.dispose()
-        x = next
+        x = y
       }
-      return x
+      return this.norm.forward(x)
     })
-  }
-
-  #logits(x: Tensor): Tensor {
-    const { stream, dw } = this.recipe
-    const y = this.norm.forward(x)
-    if (this.head) return this.head.forward(y)
-    return ops.linear(y, this.embedding.tensor, null, { x: stream, w: stream, dy: stream, y: stream, dx: stream, dw })
-  }
-
-  /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number): Tensor {
-    return scope(() => ops.crossEntropy(this.forward(ids, sequence), targets, weight))
   }
 
   /** All tokens of `stream`. */
@@ -243,10 +282,11 @@ export class LlamaForCausalLM extends Module {
     const { device } = this
     using logits = noGrad(() =>
       scope(() => {
-        const x = this.#stream(Tensor.from(Int32Array.from(tokens), [tokens.length], { device }), tokens.length, past)
+        const x = Tensor.from(Int32Array.from(tokens), [tokens.length], { device })
+        const hidden = this.#hidden(x, tokens.length, null, past)
         // the last row alone has what is asked for
         const last = Tensor.from(Int32Array.of(tokens.length - 1), [1], { device })
-        return this.#logits(ops.embedding(last, x, { y: this.recipe.stream, dw: 'f32' }))
+        return this.#logits(ops.embedding(last, hidden, { y: this.recipe.stream, dw: 'f32' }))
       }),
     )
     past.advance(tokens.length)
@@ -324,7 +364,7 @@ export class LlamaForCausalLM extends Module {
       const config = {
         ...this.#given,
         ...this.config,
-        architectures: [types[this.config.model_type].architecture],
+        architectures: [families[this.config.model_type].architecture],
         torch_dtype: stored,
         ...('dtype' in this.#given ? { dtype: stored } : {}), // the name that newer files use
       }

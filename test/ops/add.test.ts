@@ -12,6 +12,10 @@ describe('add', () => {
     },
   })
   checkOp('add_into', { sizes, reference: ({ x, y, M, N }) => ({ y: matrix(M, N, (m, n) => y(m, n) + x(m, n)) }) })
+  checkOp('multiply_into', {
+    sizes,
+    reference: ({ y, factor, M, N }) => ({ y: matrix(M, N, (m, n) => y(m, n) * factor(0)) }),
+  })
   checkOp('column_sum', {
     sizes: [...sizes, { M: 16_700, N: 3 }], // and many chunks
     reference: ({ x, M, N }) => ({

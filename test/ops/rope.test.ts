@@ -5,13 +5,14 @@ import { checkOp, read, tensor } from '../harness.ts'
 import { type Given, matrix, Random } from '../values.ts'
 
 /** The rotated qkv; `size` for the size of what is summed. */
-function rotate({ qkv, table, B, T, H, J, D, direction }: Given, size = false) {
+function rotate({ qkv, table, starts, B, T, H, J, D, direction }: Given, size = false) {
   const half = D / 2
   return matrix(B * T, (H + 2 * J) * D, (m, n) => {
     if (n >= (H + J) * D) return qkv(m, n)
     const i = n % D
-    const cosine = table(m % T, i % half)
-    const sine = direction * table(m % T, half + (i % half))
+    const position = (m % T) - (starts ? starts(m) : 0)
+    const cosine = table(position, i % half)
+    const sine = direction * table(position, half + (i % half))
     const other = qkv(m, i < half ? n + half : n - half)
     if (size) return Math.abs(qkv(m, n) * cosine) + Math.abs(other * sine)
     return i < half ? qkv(m, n) * cosine - other * sine : qkv(m, n) * cosine + other * sine
@@ -26,7 +27,9 @@ describe('rope', () => {
     { B: 3, T: 31, H: 4, J: 2, D: 34 },
     { B: 2, T: 129, H: 8, J: 8, D: 64 },
   ].flatMap((size) => [1, -1].map((direction) => ({ ...size, direction })))
-  checkOp('rope', { sizes, reference: (given) => ({ qkv: rotate(given), '|qkv|': rotate(given, true) }) })
+  // documents of 5 rows
+  const data = { starts: (_: Random, { T }: { T: number }, m: number) => (m % T) - ((m % T) % 5) }
+  checkOp('rope', { sizes, data, reference: (given) => ({ qkv: rotate(given), '|qkv|': rotate(given, true) }) })
 
   const [T, H, J, D] = [5, 2, 1, 8]
   const angles = (t: number, i: number) => t * 10000 ** (-i / (D / 2))
@@ -42,24 +45,24 @@ describe('rope', () => {
   it('direction -1 undoes direction 1, position 0 stays, v stays', async () => {
     const qkv = tensor('f32', [2 * T, (H + 2 * J) * D], numbers)
     const cosines = table()
-    native.rope(cosines, qkv, H, J, D, 1)
+    native.rope(cosines, qkv, null, H, J, D, 1)
     const turned = await read(qkv)
     const width = (H + 2 * J) * D
     expect(turned.slice(0, width)).toEqual([...numbers.slice(0, width)])
     expect(turned.slice(5 * width, 6 * width)).toEqual([...numbers.slice(5 * width, 6 * width)])
     expect(turned.slice(2 * width - D, 2 * width)).toEqual([...numbers.slice(2 * width - D, 2 * width)])
     expect(turned[width]).not.toBe(numbers[width])
-    native.rope(cosines, qkv, H, J, D, -1)
+    native.rope(cosines, qkv, null, H, J, D, -1)
     for (const [i, x] of (await read(qkv)).entries()) expect(Math.abs(x - (numbers[i] as number))).toBeLessThan(1e-6)
   })
 
   it('refuses odd D and other directions', () => {
     const odd = tensor('f32', [1, 9], new Float32Array(9))
-    expect(() => native.rope(tensor('f32', [1, 3], [1, 1, 1]), odd, 1, 1, 3, 1)).toThrow(
+    expect(() => native.rope(tensor('f32', [1, 3], [1, 1, 1]), odd, null, 1, 1, 3, 1)).toThrow(
       'rope: D is 3 and must be even, because rope turns pairs',
     )
     const even = tensor('f32', [1, 6], new Float32Array(6))
-    expect(() => native.rope(tensor('f32', [1, 2], [1, 1]), even, 1, 1, 2, 0)).toThrow(
+    expect(() => native.rope(tensor('f32', [1, 2], [1, 1]), even, null, 1, 1, 2, 0)).toThrow(
       'rope: direction is 0 and must be 1 or -1',
     )
   })

@@ -22,13 +22,13 @@ template <class A, class B, bool AlongA, bool AlongB, class Shape, class Y>
 void start(const Start<Y>& s) {
   constexpr int kDepth = 128 / sizeof(A), kSizeY = sizeof(CodeOf<Y>);
   const char* name = s.call.name;
-  const ShapeRow& row = kShapes[s.plan.shape];
+  constexpr int kRows = Shape::kRows * Shape::kCluster;
   TensorProduct p{};
   p.result = s.result;
   p.steps = static_cast<int>((s.call.K + kDepth - 1) / kDepth);
   p.chunk = s.plan.chunk;
-  p.down = static_cast<unsigned>((s.call.M + row.rows - 1) / row.rows);
-  p.across = static_cast<unsigned>((s.call.N + row.columns - 1) / row.columns);
+  p.down = static_cast<unsigned>((s.call.M + kRows - 1) / kRows);
+  p.across = static_cast<unsigned>((s.call.N + Shape::kColumns - 1) / Shape::kColumns);
   p.splits = static_cast<unsigned>(s.plan.splits);
   p.apart = s.apart;
   p.by_tiles = s.width * kSizeY % 16 == 0 && reinterpret_cast<uintptr_t>(s.to) % 16 == 0;
@@ -57,6 +57,9 @@ void start_shape(const Start<Y>& s) {
       return as(TileShape<2, 2, 2>{});
     case 1:
       return as(TileShape<2, 1, 1>{});
+    case 3:
+      if constexpr (sizeof(A) == 1) return as(TileShape<3, 1, 2>{});
+      [[fallthrough]];
     default:
       return as(TileShape<1, 1, 1>{});
   }
@@ -74,7 +77,7 @@ void multiply(const Call& call, Views<Y...> list) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth);
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, sizeof(A) == 1);
   if (plan.splits == 1) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;

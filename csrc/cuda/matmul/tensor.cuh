@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     meet_cluster();
 
   if (threadIdx.x < 128) {
-    if constexpr (kProducts > 1) give_registers<40>();
+    if constexpr (kProducts > 1) give_registers<kProducts == 3 ? 32 : 40>();
     if (threadIdx.x == 0) {
       int slot = 0, phase = 1;
       for (unsigned index = begin; index < count; index += stride) {
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       }
     }
   } else {
-    if constexpr (kProducts > 1) take_registers<232>();
-    const int group = static_cast<int>(threadIdx.x) / 128 - 1, thread = static_cast<int>(threadIdx.x) % 128;
+    if constexpr (kProducts > 1) take_registers<kProducts == 3 ? 160 : 232>();
+    const int group = warpgroup() - 1, thread = static_cast<int>(threadIdx.x) % 128;
     const Finish<Y> finish{
         p.result,    y,           y_map, p.by_tiles, p.result.scale(), staging + group * Shape::kStaging,
         thread % 32, thread / 32, group};
@@ -135,10 +135,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       int before = -1;  // the slot whose products may still run
       for (int step = steps.first; step < steps.last; ++step) {
         barrier_wait(full + 8 * slot, phase);
-        const uint32_t a_at = slots + slot * Shape::kSlotBytes + group * kTileBytes;
-        const uint32_t b_at = slots + slot * Shape::kSlotBytes + Shape::kBytesA;
-        const auto a_step = [&](int k) { return operand_at(a_at + k * (AlongA ? 32 : kMulti * 128), kTileBytes); };
-        const auto b_step = [&](int k) { return operand_at(b_at + k * (AlongB ? 32 : kMulti * 128), kTileBytes); };
+        const uint32_t at = slots + slot * Shape::kSlotBytes;
+        const uint64_t a_at = operand_at(at + group * kTileBytes, kTileBytes);
+        const uint64_t b_at = operand_at(at + Shape::kBytesA, kTileBytes);
+        const auto a_step = [&](int k) { return operand_after(a_at, k * (AlongA ? 32 : kMulti * 128)); };
+        const auto b_step = [&](int k) { return operand_after(b_at, k * (AlongB ? 32 : kMulti * 128)); };
         if constexpr (kPromotes) {
           float part[64];
 #pragma unroll
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
             products_begin();
 #pragma unroll
             for (int k = 0; k < kDepth / kMulti; ++k)
-              multiply<A, B>(part, a_step(k), operand_at(b_at + h * Shape::kHalfB + k * 32, kTileBytes), k > 0);
+              multiply<A, B>(part, a_step(k), operand_after(b_at, h * Shape::kHalfB + k * 32), k > 0);
             products_commit();
             products_wait<0>();
             hold(part);

@@ -1,31 +1,11 @@
-// attention: tiles of queries against tiles of keys in shared memory, FP32 throughout; the online softmax forward, the
-// probabilities from the log-sum-exp backward. Correct for any T, D up to 256 and any grouping of heads.
-#include "../contract.h"
-#include "../ops.h"
-#include "device.cuh"
+// attention for any T, D up to 256 and any grouping of heads: tiles of queries against tiles of keys in shared memory,
+// FP32 throughout; the online softmax forward, the probabilities from the log-sum-exp backward.
+#include "attention.cuh"
 
 namespace coat::cuda {
 namespace {
 
 constexpr int kThreads = 256, kSide = 16;  // threads form a square: ty rows, tx columns of a tile
-
-struct Sizes {
-  int64_t T, H, J, D, group, row;  // row: elements of a row of qkv
-  bool causal;
-  float scale;
-  __device__ int64_t q(int64_t h) const { return h * D; }
-  __device__ int64_t k(int64_t j) const { return (H + j) * D; }
-  __device__ int64_t v(int64_t j) const { return (H + J + j) * D; }
-};
-
-template <class Args>
-Sizes sizes_of(const Args& args) {
-  const int64_t rows = args.qkv.shape.rows();
-  check_heads(rows, args.T, args.H, args.J);
-  if (args.D < 1 || args.D > 256) fail("value", "D", "D is ", args.D, " and must be from 1 to 256 on cuda");
-  return {args.T,           args.H,    args.J, args.D, args.H / args.J, (args.H + 2 * args.J) * args.D,
-          args.causal != 0, args.scale};
-}
 
 // What a block works on: sequence, head and first row of its tile, from one index, since other axes of a grid are
 // short.
@@ -39,9 +19,9 @@ struct Place {
   }
 };
 
-unsigned grid_of(const char* op, int64_t T, int64_t heads, int64_t B, int rows) {
-  const int64_t blocks = (T + rows - 1) / rows * heads * B;
-  if (blocks > INT32_MAX) fail("shape", "qkv", op, " needs ", blocks, " blocks, and a grid has at most ", INT32_MAX);
+unsigned grid_of(const AttentionSizes& s, int64_t heads, int rows) {
+  const int64_t blocks = (s.T + rows - 1) / rows * heads * s.B;
+  if (blocks > INT32_MAX) fail("shape", "qkv", "qkv needs ", blocks, " blocks, and a grid has at most ", INT32_MAX);
   return static_cast<unsigned>(blocks);
 }
 
@@ -122,42 +102,51 @@ __device__ void store_tile(const View& view, int64_t first, int64_t row, int64_t
     }
 }
 
-// One block 16 R queries of a head. Reads q once, k and v once a tile of queries.
+// The output of a forward pass that makes the log-sum-exp alone.
+struct NoOutput {};
+
+// One block 16 R queries of a head. Reads q once, k and v once a tile of queries that sees them.
 template <int R, int C, class In, class Out>
-__global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out out, float* lse, Sizes s) {
+__global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out out, float* lse, AttentionSizes s) {
   extern __shared__ float shared[];
+  constexpr bool kWrites = !std::is_same_v<Out, NoOutput>;
   constexpr int kRows = R * kSide;
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *q = shared, *k = q + tile, *v = k + tile, *p = v + tile;
   const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
   const Place place(s.T, s.H, kRows);
-  const int64_t b = place.b, h = place.head, j = h / s.group, first = place.first;
+  const int64_t b = place.b, h = place.head, j = h / s.group, first = place.first, last = min(s.T, first + kRows) - 1;
   const int64_t base = b * s.T * s.row;
   load_tile<R>(qkv, first, s.row, base + s.q(h), s.T, s.D, q);
   float top[R], total[R], acc[R][C];
+  int32_t start[R];
 #pragma unroll
   for (int i = 0; i < R; ++i) {
+    start[i] = s.start(b, first + R * ty + i);
     top[i] = -kInf;
     total[i] = 0.f;
 #pragma unroll
     for (int c = 0; c < C; ++c) acc[i][c] = 0.f;
   }
-  const int64_t end = s.causal ? min(s.T, first + kRows) : s.T;
-  for (int64_t key = 0; key < end; key += kRows) {
+  const int64_t end = s.causal ? last + 1 : s.to(last);
+  for (int64_t key = s.from(b, first) / kRows * kRows; key < end && !s.past(b, last, key); key += kRows) {
     __syncthreads();
     load_tile<R>(qkv, key, s.row, base + s.k(j), s.T, s.D, k);
-    load_tile<R>(qkv, key, s.row, base + s.v(j), s.T, s.D, v);
+    if constexpr (kWrites) load_tile<R>(qkv, key, s.row, base + s.v(j), s.T, s.D, v);
     __syncthreads();
     float score[R][R];
+    int32_t key_start[R];
     dot_tiles<R>(q, k, D, score);
+#pragma unroll
+    for (int c = 0; c < R; ++c) key_start[c] = s.start(b, key + tx + kSide * c);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       const int64_t query = first + R * ty + i;
       float most = top[i];
 #pragma unroll
       for (int c = 0; c < R; ++c) {
-        const int64_t at = key + tx + kSide * c;
-        score[i][c] = at < s.T && (!s.causal || at <= query) ? score[i][c] * s.scale : -kInf;
+        const bool seen = s.sees(query, start[i], key + tx + kSide * c, key_start[c]);
+        score[i][c] = seen ? score[i][c] * s.scale : -kInf;
         most = score[i][c] > most || score[i][c] != score[i][c] ? score[i][c] : most;
       }
       most = row_max(most);
@@ -166,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
 #pragma unroll
       for (int c = 0; c < R; ++c) {
         const float e = exp_(score[i][c] - level);
-        p[(R * ty + i) * (kRows + 1) + tx + kSide * c] = e;
+        if constexpr (kWrites) p[(R * ty + i) * (kRows + 1) + tx + kSide * c] = e;
         sum += e;
       }
       total[i] = fmaf(total[i], keep, row_sum(sum));
@@ -174,8 +163,10 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
 #pragma unroll
       for (int c = 0; c < C; ++c) acc[i][c] *= keep;
     }
-    __syncthreads();
-    accumulate_tile<R, C>(p, v, D, acc);
+    if constexpr (kWrites) {
+      __syncthreads();
+      accumulate_tile<R, C>(p, v, D, acc);
+    }
   }
 #pragma unroll
   for (int i = 0; i < R; ++i) {
@@ -184,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
     for (int c = 0; c < C; ++c) acc[i][c] = acc[i][c] / total[i];
     if (tx == 0 && t < s.T) lse[(b * s.T + t) * s.H + h] = top[i] + kLn2 * log2_(total[i]);
   }
-  store_tile<R, C>(out, first, s.H * s.D, b * s.T * s.H * s.D + h * s.D, s.T, s.D, acc);
+  if constexpr (kWrites) store_tile<R, C>(out, first, s.H * s.D, b * s.T * s.H * s.D + h * s.D, s.T, s.D, acc);
 }
 
 // One warp a (row, head): delta = sum of dout * out over D.
@@ -202,20 +193,20 @@ __global__ void attention_backward_kernel_delta(DOut dout, Out out, float* delta
 // One block 16 R queries of a head: dq = scale * sum over keys of ds k, ds = p (dout v - delta).
 template <int R, int C, class DOut, class In, class DX>
 __global__ void __launch_bounds__(kThreads)
-    attention_backward_kernel_q(DOut dout, In qkv, const float* lse, const float* delta, DX dqkv, Sizes s) {
+    attention_backward_kernel_q(DOut dout, In qkv, const float* lse, const float* delta, DX dqkv, AttentionSizes s) {
   extern __shared__ float shared[];
   constexpr int kRows = R * kSide;
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *q = shared, *g = q + tile, *k = g + tile, *v = k + tile, *ds = v + tile;
   const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
   const Place place(s.T, s.H, kRows);
-  const int64_t b = place.b, h = place.head, j = h / s.group, first = place.first;
+  const int64_t b = place.b, h = place.head, j = h / s.group, first = place.first, last = min(s.T, first + kRows) - 1;
   const int64_t base = b * s.T * s.row, outs = b * s.T * s.H * s.D + h * s.D;
   load_tile<R>(qkv, first, s.row, base + s.q(h), s.T, s.D, q);
   load_tile<R>(dout, first, s.H * s.D, outs, s.T, s.D, g);
   float acc[R][C] = {};
-  const int64_t end = s.causal ? min(s.T, first + kRows) : s.T;
-  for (int64_t key = 0; key < end; key += kRows) {
+  const int64_t end = s.causal ? last + 1 : s.to(last);
+  for (int64_t key = s.from(b, first) / kRows * kRows; key < end && !s.past(b, last, key); key += kRows) {
     __syncthreads();
     load_tile<R>(qkv, key, s.row, base + s.k(j), s.T, s.D, k);
     load_tile<R>(qkv, key, s.row, base + s.v(j), s.T, s.D, v);
@@ -228,10 +219,11 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t query = first + R * ty + i;
       const int64_t at_row = (b * s.T + query) * s.H + h;
       const float level = query < s.T ? lse[at_row] : 0.f, mean = query < s.T ? delta[at_row] : 0.f;
+      const int32_t start = s.start(b, query);
 #pragma unroll
       for (int c = 0; c < R; ++c) {
         const int64_t at = key + tx + kSide * c;
-        const bool seen = query < s.T && at < s.T && (!s.causal || at <= query);
+        const bool seen = s.sees(query, start, at, s.start(b, at));
         ds[(R * ty + i) * (kRows + 1) + tx + kSide * c] =
             seen ? exp_(score[i][c] * s.scale - level) * (dp[i][c] - mean) * s.scale : 0.f;
       }
@@ -245,20 +237,21 @@ __global__ void __launch_bounds__(kThreads)
 // One block 16 R keys of a key/value head: dv = sum over heads and queries of p dout, dk of ds q, heads in order.
 template <int R, int C, class DOut, class In, class DX>
 __global__ void __launch_bounds__(kThreads)
-    attention_backward_kernel_kv(DOut dout, In qkv, const float* lse, const float* delta, DX dqkv, Sizes s) {
+    attention_backward_kernel_kv(DOut dout, In qkv, const float* lse, const float* delta, DX dqkv, AttentionSizes s) {
   extern __shared__ float shared[];
   constexpr int kRows = R * kSide;
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *k = shared, *v = k + tile, *q = v + tile, *g = q + tile, *p = g + tile;
   const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
   const Place place(s.T, s.J, kRows);
-  const int64_t b = place.b, j = place.head, first = place.first;
+  const int64_t b = place.b, j = place.head, first = place.first, last = min(s.T, first + kRows) - 1;
   const int64_t base = b * s.T * s.row;
   load_tile<R>(qkv, first, s.row, base + s.k(j), s.T, s.D, k);
   load_tile<R>(qkv, first, s.row, base + s.v(j), s.T, s.D, v);
   float dk[R][C] = {}, dv[R][C] = {};
   for (int64_t h = j * s.group; h < (j + 1) * s.group; ++h) {
-    for (int64_t query = s.causal ? first : 0; query < s.T; query += kRows) {
+    const int64_t begin = s.causal ? first : s.from(b, first) / kRows * kRows;
+    for (int64_t query = begin; query < s.to(last) && !s.past(b, last, query); query += kRows) {
       __syncthreads();
       load_tile<R>(qkv, query, s.row, base + s.q(h), s.T, s.D, q);
       load_tile<R>(dout, query, s.H * s.D, b * s.T * s.H * s.D + h * s.D, s.T, s.D, g);
@@ -270,10 +263,11 @@ __global__ void __launch_bounds__(kThreads)
       for (int c = 0; c < R; ++c) {
         const int64_t at = query + tx + kSide * c, at_row = (b * s.T + at) * s.H + h;
         const float level = at < s.T ? lse[at_row] : 0.f, mean = at < s.T ? delta[at_row] : 0.f;
+        const int32_t start = s.start(b, at);
 #pragma unroll
         for (int i = 0; i < R; ++i) {
           const int64_t key = first + R * ty + i;
-          const bool seen = key < s.T && at < s.T && (!s.causal || key <= at);
+          const bool seen = s.sees(at, start, key, s.start(b, key));
           const float e = seen ? exp_(score[i][c] * s.scale - level) : 0.f;
           p[(R * ty + i) * (kRows + 1) + tx + kSide * c] = e;
           score[i][c] = seen ? e * (dp[i][c] - mean) * s.scale : 0.f;
@@ -309,47 +303,51 @@ size_t shared_bytes(int rows, int64_t tiles, int64_t D) {
   return static_cast<size_t>(tiles * rows * (D + 1) + rows * (rows + 1)) * sizeof(float);
 }
 
-}  // namespace
-
-void attention_forward(const attention_forward_args& args) {
-  const Sizes s = sizes_of(args);
-  const int64_t B = args.qkv.shape.rows() / s.T;
-  with("qkv", args.qkv, Views<F32, BF16>{}, [&](const auto qkv) {
-    with("out", args.out, Views<F32, BF16>{}, [&](const auto out) {
-      with_tiles(s.D, [&](auto R, auto C) {
-        constexpr int rows = R * kSide;
-        const unsigned grid = grid_of("attention_forward", s.T, s.H, B, rows);
-        launch("attention_forward",
-               attention_forward_kernel<R, C, std::remove_const_t<decltype(qkv)>, std::remove_const_t<decltype(out)>>,
-               grid, kThreads, shared_bytes(rows, 3, s.D), qkv, out, args.lse.as<float>(), s);
-      });
-    });
+// The kernel of forward with tiles for the size of a head.
+template <class In, class Out>
+void forward(const AttentionSizes& s, const In& qkv, const Out& out, float* lse) {
+  with_tiles(s.D, [&](auto R, auto C) {
+    constexpr int rows = R * kSide;
+    launch("attention_forward", attention_forward_kernel<R, C, In, Out>, grid_of(s, s.H, rows), kThreads,
+           shared_bytes(rows, 3, s.D), qkv, out, lse, s);
   });
 }
 
-void attention_backward(const attention_backward_args& args) {
-  const Sizes s = sizes_of(args);
-  const int64_t rows_total = args.qkv.shape.rows(), B = rows_total / s.T, heads = rows_total * s.H;
-  Scratch delta(heads * 4);
-  with("dout", args.dout, Views<F32, BF16>{}, [&](const auto dout) {
-    with("out", args.out, Views<F32, BF16>{}, [&](const auto out) {
-      launch("attention_backward",
-             attention_backward_kernel_delta<std::remove_const_t<decltype(dout)>, std::remove_const_t<decltype(out)>>,
-             static_cast<unsigned>((heads + 7) / 8), kThreads, 0, dout, out, delta.as<float>(), heads, s.D);
+}  // namespace
+
+void attention_forward_generic(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
+  with("qkv", qkv, Views<F32, BF16>{}, [&](const auto in) {
+    with("out", out, Views<F32, BF16>{}, [&](const auto result) { forward(s, in, result, lse); });
+  });
+}
+
+void attention_lse_generic(const AttentionSizes& s, const Tensor& qkv, float* lse) {
+  with("qkv", qkv, Views<F32, BF16>{}, [&](const auto in) { forward(s, in, NoOutput{}, lse); });
+}
+
+void attention_backward_generic(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
+                                const float* lse, const Tensor& dqkv) {
+  const char* op = "attention_backward";
+  const int64_t heads = s.B * s.T * s.H;
+  const Scratch delta(heads * int64_t{sizeof(float)});
+  const float* mean = delta.as<float>();
+  with("dout", dout, Views<F32, BF16>{}, [&](const auto g) {
+    using G = std::remove_const_t<decltype(g)>;
+    with("out", out, Views<F32, BF16>{}, [&](const auto y) {
+      launch(op, attention_backward_kernel_delta<G, std::remove_const_t<decltype(y)>>,
+             static_cast<unsigned>((heads + 7) / 8), kThreads, 0, g, y, delta.as<float>(), heads, s.D);
     });
-    with("qkv", args.qkv, Views<F32, BF16>{}, [&](const auto qkv) {
-      with("dqkv", args.dqkv, Views<F32, BF16>{}, [&](const auto dqkv) {
-        using G = std::remove_const_t<decltype(dout)>;
-        using X = std::remove_const_t<decltype(qkv)>;
-        using DX = std::remove_const_t<decltype(dqkv)>;
+    with("qkv", qkv, Views<F32, BF16>{}, [&](const auto x) {
+      with("dqkv", dqkv, Views<F32, BF16>{}, [&](const auto dx) {
+        using X = std::remove_const_t<decltype(x)>;
+        using DX = std::remove_const_t<decltype(dx)>;
         with_tiles(s.D, [&](auto R, auto C) {
           constexpr int rows = R * kSide;
           const size_t shared = shared_bytes(rows, 4, s.D);
-          const float *lse = args.lse.as<float>(), *mean = delta.as<float>();
-          launch("attention_backward", attention_backward_kernel_q<R, C, G, X, DX>,
-                 grid_of("attention_backward", s.T, s.H, B, rows), kThreads, shared, dout, qkv, lse, mean, dqkv, s);
-          launch("attention_backward", attention_backward_kernel_kv<R, C, G, X, DX>,
-                 grid_of("attention_backward", s.T, s.J, B, rows), kThreads, shared, dout, qkv, lse, mean, dqkv, s);
+          launch(op, attention_backward_kernel_q<R, C, G, X, DX>, grid_of(s, s.H, rows), kThreads, shared, g, x, lse,
+                 mean, dx, s);
+          launch(op, attention_backward_kernel_kv<R, C, G, X, DX>, grid_of(s, s.J, rows), kThreads, shared, g, x, lse,
+                 mean, dx, s);
         });
       });
     });

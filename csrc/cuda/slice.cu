@@ -1,0 +1,36 @@
+// slice: rows copied out of a plain tensor, and into one.
+#include "../contract.h"
+#include "../ops.h"
+#include "device.cuh"
+
+namespace coat::cuda {
+namespace {
+
+// `count` rows, or elements where there is one dimension: those of y from y_first on become those of x from x_first on.
+void copy(const Tensor& y, int64_t y_first, const Tensor& x, int64_t x_first, int64_t count) {
+  const int64_t row = code_bytes(x.format.dtype, x.shape.rank > 1 ? x.shape.cols() : 1);
+  if (count * row == 0) return;
+  check(cudaMemcpyAsync(y.data + y_first * row, x.data + x_first * row, static_cast<size_t>(count * row),
+                        cudaMemcpyDeviceToDevice, stream()),
+        "slice");
+}
+
+}  // namespace
+
+void slice(const slice_args& args) {
+  check_slice("from", args.from, args.R, args.x.shape.numel());
+  copy(args.y, 0, args.x, args.from, args.R);
+}
+
+void slice_rows(const slice_rows_args& args) {
+  check_slice("from", args.from, args.R, args.x.shape.rows());
+  copy(args.y, 0, args.x, args.from, args.R);
+}
+
+void place_rows(const place_rows_args& args) {
+  const int64_t rows = args.x.shape.rows();
+  check_slice("to", args.to, rows, args.y.shape.rows());
+  copy(args.y, args.to, args.x, 0, rows);
+}
+
+}  // namespace coat::cuda

@@ -1,0 +1,341 @@
+// The precision flow of a decoder: what nonlinear ops read and keep, and what producers write for their readers.
+import { createHash } from 'node:crypto'
+import { afterEach, describe, expect, it, vi } from 'vitest'
+import {
+  AdamW,
+  Block,
+  build,
+  type DeviceName,
+  type LedgerRow,
+  LlamaForCausalLM,
+  memory,
+  noGrad,
+  ops,
+  type Recipe,
+  type Recompute,
+  recipes,
+  scope,
+  Tape,
+  Tensor,
+} from '../lib/index.ts'
+import type { BlockSizes } from '../lib/modules.ts'
+import { native } from '../lib/native.ts'
+import { devices, present } from './harness.ts'
+import { smallLlama, sum } from './values.ts'
+
+const D = 96
+const F = 256
+const T = 32
+const M = 2 * T
+const sizes: BlockSizes = {
+  hidden: D,
+  heads: 6,
+  kvHeads: 2,
+  headDim: 16,
+  ropeTheta: 10000,
+  inner: F,
+  activation: 'swiglu',
+  norm: 'rmsnorm',
+  eps: 1e-5,
+  normNames: ['input_layernorm', 'post_attention_layernorm'],
+}
+const layernorm: BlockSizes = { ...sizes, norm: 'layernorm', activation: 'gelu' }
+const saving: Recipe = { ...recipes.coat, flow: 'save' }
+
+function normal(rows: number, cols: number, seed: number, device: DeviceName): Tensor {
+  return Tensor.own(native.random_normal('bf16', rows, cols, 0, 1, seed, device as 'cpu' | 'cuda')).keep()
+}
+
+async function digest(tensor: Tensor | null | undefined): Promise<string> {
+  const bytes = (await tensor?.readBytes()) ?? expect.fail('nothing to read')
+  return createHash('sha256').update(bytes).digest('hex')
+}
+
+/** Blocks one after the other, each told what reads its result or not, then the gradients of all that is trained. */
+async function trained(recipe: Recipe, device: DeviceName, told: boolean, of = sizes, recompute: Recompute = 'flow') {
+  const built = build({ recipe, device, seed: 3 })
+  const blocks = [new Block(built, 'a', of), new Block(built, 'b', of)]
+  using x = normal(M, D, 2, device)
+  x.requiresGrad = true
+  const reading: Promise<string>[] = []
+  x.sink = { accumulate: (dx) => reading.push(digest(dx)) }
+  using targets = Tensor.from(
+    Int32Array.from({ length: M }, (_, i) => (i * 7) % D),
+    [M],
+    { device },
+  )
+  let ledger: LedgerRow[] = []
+  const calls = { measured: 0, add: 0, fused: 0 }
+  const [norm, add, fused] = [native.rmsnorm_forward, native.add, native.add_rmsnorm_forward]
+  vi.spyOn(native, 'rmsnorm_forward').mockImplementation((x, w, scale, y, eps) => {
+    if (scale === null) calls.measured += 1
+    return norm(x, w, scale, y, eps)
+  })
+  vi.spyOn(native, 'add').mockImplementation((...given) => {
+    calls.add += 1
+    return add(...given)
+  })
+  vi.spyOn(native, 'add_rmsnorm_forward').mockImplementation((...given) => {
+    calls.fused += 1
+    return fused(...given)
+  })
+  {
+    using tape = new Tape({ recompute })
+    using y = tape.record(() =>
+      scope(() =>
+        blocks.reduce(
+          (before, block, i) => block.forward(before, T, null, told ? (blocks[i + 1]?.attentionNorm ?? null) : null),
+          x,
+        ),
+      ),
+    )
+    vi.restoreAllMocks()
+    ledger = tape.ledger()
+    using loss = tape.record(() => scope(() => ops.crossEntropy(y, targets, 1 / M)))
+    tape.backward(loss)
+    reading.push(digest(y))
+    await Promise.all(reading)
+  }
+  for (const { grad } of blocks.flatMap((block) => block.parameters())) reading.push(digest(grad))
+  const bits = await Promise.all(reading)
+  for (const block of blocks) block.dispose()
+  return { bits, calls, ledger }
+}
+
+describe.each(devices)('on %s', (device) => {
+  const test = it.skipIf(!present(device))
+  afterEach(() => {
+    vi.restoreAllMocks()
+    native.checkGuards()
+  })
+
+  test('an RMSNorm that its sum knows of needs no measuring pass, and everything has the same bits', async () => {
+    const alone = await trained(recipes.coat, device, false)
+    const told = await trained(recipes.coat, device, true)
+    expect(alone.calls).toEqual({ measured: 2, add: 2, fused: 2 })
+    expect(told.calls).toEqual({ measured: 1, add: 1, fused: 3 })
+    expect(told.bits).toEqual(alone.bits)
+  })
+
+  test.each([
+    ['fp32', recipes.fp32, sizes],
+    ['bf16', recipes.bf16, sizes],
+    ["flow 'save'", saving, sizes],
+    ['coat with LayerNorm and GELU', recipes.coat, layernorm],
+    ["flow 'save' with LayerNorm and GELU", saving, layernorm],
+  ] as const)('%s: a known reader changes no bit', async (_, recipe, of) => {
+    const alone = await trained(recipe, device, false, of)
+    const told = await trained(recipe, device, true, of)
+    expect(told.calls).toEqual({ ...alone.calls, add: 4, fused: 0 })
+    expect(told.bits).toEqual(alone.bits)
+  })
+
+  test('a foretold scale is that of one weight, one eps and one moment', () => {
+    scope(() => {
+      const [a, b] = [normal(8, 32, 1, device), normal(8, 32, 2, device)]
+      const formats = { x: 'e4m3/g16', saved: 'e4m3/g16', y: 'e4m3/t', dx: 'bf16', dw: 'f32' } as const
+      const w = Tensor.from(new Float32Array(32).fill(2), [32], { device })
+      const total = ops.add(a, b, 'bf16', { formats, rms: { w, eps: 1e-5 } })
+      const measured = vi.spyOn(native, 'rmsnorm_forward')
+      const scales = () => measured.mock.calls.map(([, , scale]) => scale !== null)
+      ops.rmsnorm(total, w, 1e-5, formats)
+      ops.rmsnorm(total, w, 1e-6, formats)
+      native.add_into(w.handle, w.handle)
+      ops.rmsnorm(total, w, 1e-5, formats)
+      expect(scales()).toEqual([true, false, false])
+      for (const tensor of [a, b]) tensor.dispose()
+    })
+  })
+
+  test.each(['coat', 'coat-bf16'] as const)(
+    '%s: a layer keeps eight tensors and four scales, and nothing else',
+    async (recipe) => {
+      const { ledger } = await trained(recipes[recipe], device, true)
+      const g16 = (elements: number) => elements + (2 * elements) / 16
+      const row = (op: string, format: string, tensors: number, bytes: number) => ({
+        op,
+        format,
+        tensors: 2 * tensors,
+        bytes: 2 * bytes,
+      })
+      const { heads: H, kvHeads: J, headDim } = sizes
+      const expected = [
+        row('rmsnorm', 'e4m3/g16', 2, 2 * g16(M * D)), // input and middle
+        row('rmsnorm', 'f32', 2, 2 * 4 * M),
+        row('linear', 'f32', 4, 4 * 4), // scales of what is made again: two norms, attention's output, the product
+        row('attention', 'bf16', 2, 2 * M * (H + 2 * J) * headDim + 2 * M * H * headDim),
+        row('attention', 'f32', 1, 4 * M * H),
+        row('swiglu', 'e4m3/g16', 1, g16(M * 2 * F)),
+      ]
+      const sorted = (rows: readonly LedgerRow[]) => rows.map((row) => JSON.stringify(row)).sort()
+      expect(sorted(ledger)).toEqual(sorted(expected))
+    },
+  )
+
+  test.each([
+    ['coat', recipes.coat],
+    ["flow 'save'", saving],
+    ['bf16', recipes.bf16],
+  ] as const)('%s: besides what is kept, a layer leaves its result alone', (_, recipe) => {
+    using block = new Block(build({ recipe, device }), 'b', sizes)
+    using x = normal(M, D, 2, device)
+    noGrad(() => scope(() => void block.forward(x, T))) // makes what stays: the rotation, the scales of weights
+    x.dropTwins()
+    const before = memory().live.total
+    using tape = new Tape()
+    using y = tape.record(() => block.forward(x, T))
+    const own = [y, ...x.twins(), ...y.twins()].reduce((total, { bytes }) => total + bytes, 0)
+    const kept = tape.ledger().reduce((total, { bytes }) => total + bytes, 0)
+    const shared = recipe === recipes.bf16 ? x.bytes : (x.twins()[0]?.bytes ?? 0) // x or its twin, which is kept
+    expect(memory().live.total - before).toBe(own + kept - shared)
+  })
+
+  test.each([
+    ['coat', recipes.coat],
+    ["flow 'save'", saving],
+    ['bf16', recipes.bf16],
+  ] as const)('%s: what is made again changes memory alone', async (_, recipe) => {
+    const run = (recompute: Recompute) => trained(recipe, device, true, sizes, recompute)
+    const [none, flow, layer] = [await run('none'), await run('flow'), await run('layer')]
+    expect(layer.bits).toEqual(flow.bits)
+    // where the kept tensor is a copy, what is made of it again is not what was there
+    if (recipe === saving) expect(none.bits).not.toEqual(flow.bits)
+    else expect(none.bits).toEqual(flow.bits)
+    const bytes = ({ ledger }: typeof none) => ledger.reduce((total, row) => total + row.bytes, 0)
+    expect(bytes(flow)).toBeLessThanOrEqual(bytes(none))
+    // two inputs in bf16 with their twins
+    const twin = recipe === recipes.bf16 ? 0 : 1.125
+    expect(bytes(layer)).toBe(2 * M * D * (2 + twin))
+  })
+
+  test('a layer that runs again sees the same documents', async () => {
+    using block = new Block(build({ recipe: 'coat', device, seed: 3 }), 'b', sizes)
+    const run = async (recompute: Recompute) => {
+      using x = normal(M, D, 2, device)
+      x.requiresGrad = true
+      using targets = Tensor.from(new Int32Array(M), [M], { device })
+      using tape = new Tape({ recompute })
+      {
+        using loss = tape.record(() =>
+          scope(() => {
+            const starts = ops.documentStarts(
+              Int32Array.from({ length: M }, (_, i) => (i % T < 11 ? 0 : 11)),
+              T,
+              device,
+            )
+            return ops.crossEntropy(block.forward(x, T, starts), targets, 1 / M)
+          }),
+        )
+        tape.backward(loss)
+      }
+      const bits = await Promise.all(block.parameters().map(({ grad }) => digest(grad)))
+      for (const param of block.parameters()) param.dropGrad()
+      return bits
+    }
+    expect(await run('layer')).toEqual(await run('flow'))
+  })
+
+  test('a layer without anything to train is not recorded', () => {
+    using block = new Block(build({ recipe: 'coat', device }), 'b', sizes)
+    for (const param of block.parameters()) param.frozen = true
+    using x = normal(M, D, 2, device)
+    using tape = new Tape({ recompute: 'layer' })
+    using y = tape.record(() => block.forward(x, T))
+    expect(y.requiresGrad).toBe(false)
+    expect(tape.ledger()).toEqual([])
+  })
+
+  test.each([
+    ['bf16', 80],
+    ['coat', 180],
+  ] as const)('%s: at most %i calls of native code a layer and step', async (recipe, most) => {
+    const callsOf = (layers: number) => {
+      using model = new LlamaForCausalLM({ ...smallLlama, num_hidden_layers: layers }, { recipe, seed: 1, device })
+      using optimizer = new AdamW(model, recipes[recipe])
+      const spies = Object.entries(native).flatMap(([name, f]) =>
+        typeof f === 'function' ? [vi.spyOn(native, name as 'free')] : [],
+      )
+      using tape = new Tape()
+      scope(() => {
+        const [ids, targets] = [new Int32Array(32), new Int32Array(32)].map((ids) => Tensor.from(ids, [32], { device }))
+        tape.backward(tape.record(() => model.loss(ids as Tensor, targets as Tensor, 32, 1)))
+        const norm = optimizer.gradNorm(1)
+        optimizer.step(1e-3, norm.clip)
+        optimizer.dropGrads()
+      })
+      const count = spies.reduce((total, { mock }) => total + mock.calls.length, 0)
+      vi.restoreAllMocks()
+      return count
+    }
+    expect(callsOf(4) - callsOf(3)).toBeLessThanOrEqual(most)
+  })
+
+  test("flow 'save' keeps the same tensors as 'fp8', and makes copies for backward only where one is recorded", () => {
+    const ledger = (recipe: Recipe) => {
+      using block = new Block(build({ recipe, device }), 'b', sizes)
+      using x = normal(M, D, 2, device)
+      using tape = new Tape()
+      using y = tape.record(() => block.forward(x, T))
+      expect(y.requiresGrad).toBe(true)
+      return tape.ledger()
+    }
+    expect(ledger(saving)).toEqual(ledger(recipes.coat))
+
+    using block = new Block(build({ recipe: saving, device }), 'b', sizes)
+    using x = normal(M, D, 2, device)
+    const [made, sums] = [vi.spyOn(native, 'convert'), vi.spyOn(native, 'add')]
+    noGrad(() => scope(() => void block.forward(x, T)))
+    expect(made.mock.calls.map(([, , format]) => format)).not.toContain('e4m3/g16')
+    expect(sums.mock.calls.map(([, , , twin]) => twin)).toEqual([null, null])
+  })
+
+  test("flow 'save' computes from what the producer holds, and backward from the copy, with forward's scale", async () => {
+    using x = normal(M, D, 5, device)
+    using w = Tensor.from(new Float32Array(D).fill(1), [D], { device }).keep()
+    x.requiresGrad = true
+    const formats = { x: 'bf16', saved: 'e4m3/g16', y: 'e4m3/t', dx: 'bf16', dw: 'f32' } as const
+    using tape = new Tape()
+    using y = tape.record(() => scope(() => ops.rmsnorm(x, w, 1e-5, formats)))
+    const [plain, rstd] = native.rmsnorm_forward(x.handle, w.handle, null, 'e4m3/t', 1e-5)
+    using expected = Tensor.own(plain)
+    expect(await y.readBytes()).toEqual(await expected.readBytes())
+    native.free(rstd)
+    const { sources, make, scale } = y.remake ?? expect.fail('not to be made again')
+    expect(sources.map(({ format }) => format)).toEqual(['e4m3/g16'])
+    using again = Tensor.own(make(sources))
+    const [first, second, step] = [await y.read(), await again.read(), await scale.item()]
+    let differ = 0
+    first.forEach((value, i) => {
+      const other = second[i] as number
+      if (other !== value) differ += 1
+      expect(Math.abs(other)).toBeLessThanOrEqual(Math.fround(448 * step))
+      expect(Math.abs(other - value)).toBeLessThanOrEqual(Math.abs(value) / 7 + step / 256)
+    })
+    expect(differ).toBeGreaterThan(0)
+  })
+
+  test("the gradients of flow 'save' are near those of 'fp8' and of bf16", async () => {
+    const near = async (recipe: Recipe) => {
+      const gradient = async (of: Recipe) => {
+        using block = new Block(build({ recipe: of, device, seed: 3 }), 'b', sizes)
+        using x = normal(M, D, 2, device)
+        using targets = Tensor.from(new Int32Array(M), [M], { device })
+        using tape = new Tape()
+        using loss = tape.record(() => scope(() => ops.crossEntropy(block.forward(x, T), targets, 1 / M)))
+        tape.backward(loss)
+        return Promise.all(block.parameters('*weight').map(({ grad }) => (grad as Tensor).read()))
+      }
+      const [mine, plain] = [await gradient(recipe), await gradient(recipes.bf16)]
+      return mine.map((values, p) => {
+        const other = plain[p] as Float32Array
+        const square = (f: (i: number) => number) => sum(values.length, (i) => f(i) ** 2)
+        return Math.sqrt(
+          square((i) => (values[i] as number) - (other[i] as number)) / square((i) => other[i] as number),
+        )
+      })
+    }
+    const before = memory().tensors
+    for (const recipe of [recipes.coat, saving]) for (const error of await near(recipe)) expect(error).toBeLessThan(0.3)
+    expect(memory().tensors).toBe(before)
+  })
+})
