@@ -122,6 +122,9 @@ describe('N18: a spike', () => {
     expect(() => trainerOf({ spike: { sigma: 0 } })).toThrow('spike: sigma is 0 and must be above 0')
     expect(() => trainerOf({ spike: { sigma: 3, window: 1 } })).toThrow('spike: window is 1 and must be an integer')
     expect(() => trainerOf({ spike: { sigma: 3, size: 1 } as never })).toThrow(/option 'spike.size' is unknown/)
+    expect(() => trainerOf({ spike: { sigma: 3 }, optimizerInBackward: true })).toThrow(
+      'Trainer: spike cannot be had with optimizerInBackward, which updates before the norm is known',
+    )
   })
 })
 
