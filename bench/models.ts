@@ -70,7 +70,8 @@ export function parametersOf(config: LlamaConfig): number {
 
 function weightsOfLayer(config: LlamaConfig): number {
   const { hidden_size: hidden, intermediate_size: inner, num_attention_heads: heads } = config
-  const { head_dim: size = hidden / heads, num_key_value_heads: kvHeads = heads } = config
+  const { num_key_value_heads: kvHeads = heads } = config
+  const size = config.head_dim ?? hidden / heads
   return hidden * (2 * heads + 2 * kvHeads) * size + 3 * hidden * inner
 }
 
@@ -85,6 +86,7 @@ export function flopsPerToken(config: LlamaConfig, sequence: number): number {
 
 /** One layer's part of it. */
 export function flopsOfLayer(config: LlamaConfig, sequence: number): number {
-  const { hidden_size, num_attention_heads: heads, head_dim: size = hidden_size / heads } = config
+  const { hidden_size, num_attention_heads: heads } = config
+  const size = config.head_dim ?? hidden_size / heads
   return 6 * weightsOfLayer(config) + 6 * sequence * heads * size
 }

@@ -303,6 +303,13 @@ export const opCases: readonly OpCase[] = [
   attentionCase('attention_backward', { dout: 'bf16', qkv: 'e4m3/g16', out: 'e4m3/g16', dqkv: 'bf16' }, [{}]),
   { op: 'attention_center', sizes: attention, formats: { qkv: 'bf16' } },
   {
+    op: 'attention_cached',
+    sizes: { M: 256, T: 256, H: 8, J: 2, D: 64 },
+    formats: { qkv: 'bf16', cache: 'bf16', out: 'bf16' },
+    numbers: { first: 0, window: 0, scale: 0.125 },
+    flops: ({ M = 1, H = 1, D = 1 }) => 2 * H * M * M * D,
+  },
+  {
     op: 'embedding_forward',
     sizes: { ...rows, V: 4096 },
     formats: { ids: 'i32', w: 'bf16', y: 'bf16' },

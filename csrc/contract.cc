@@ -299,6 +299,13 @@ void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window) 
   if (window < 0) fail("value", "window", "window is ", window, " and must be at least 0");
 }
 
+void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int64_t window) {
+  if (J < 1 || H % J != 0) fail("value", "J", "J is ", J, " and must divide H = ", H);
+  if (first < 0 || first > T - M)
+    fail("value", "first", "first is ", first, " and must be from 0 to T - M = ", T - M, ", so that the rows fit");
+  if (window < 0) fail("value", "window", "window is ", window, " and must be at least 0");
+}
+
 void check_rotation(int64_t D, int64_t direction) {
   if (D % 2 != 0) fail("value", "D", "D is ", D, " and must be even, because rope turns pairs");
   if (direction != 1 && direction != -1) fail("value", "direction", "direction is ", direction, " and must be 1 or -1");

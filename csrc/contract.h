@@ -137,6 +137,7 @@ void check_row_not_empty(const Tensor& x, const char* argument = "x");
 // What is changed in place must not be what is read at the same time.
 void check_apart(const char* argument, const Tensor& changed, const Tensor& read);
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window);
+void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int64_t window);
 void check_rotation(int64_t D, int64_t direction);
 void check_slice(const char* argument, int64_t first, int64_t count, int64_t size);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].

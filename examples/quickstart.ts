@@ -79,7 +79,9 @@ async function train(
   }
   const validation = await trainer.validate(128)
   const { tokenizer } = data
-  const ids = sampled ? await model.generate([...tokenizer.encode(prompt)], 160, { temperature: 0.8, seed }) : []
+  const ids = sampled
+    ? await model.generate([...tokenizer.encode(prompt)], { maxTokens: 160, temperature: 0.8, seed })
+    : []
   return {
     recipe,
     steps: done,

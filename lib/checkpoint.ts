@@ -2,6 +2,7 @@
 import { mkdir, readdir, readFile, rename, rm, writeFile } from 'node:fs/promises'
 import { basename, join } from 'node:path'
 import type { DataState, Dataset } from './data.ts'
+import type { SpikeGuard, SpikeState } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import type { Optimizer } from './optimizer.ts'
@@ -39,6 +40,7 @@ export interface Checkpointed {
     readonly recompute: Recompute
     readonly optimizerInBackward: boolean
   }
+  readonly guard: SpikeGuard | null
   batches: number
   skippedSteps: number
   skipsInARow: number
@@ -64,6 +66,7 @@ interface Facts {
   /** Clips the next step where that is done within backward. */
   lastNorm?: number | null
   data: DataState | null
+  spike?: SpikeState
   settings: Record<string, unknown>
 }
 
@@ -176,11 +179,13 @@ export async function loadCheckpoint(
     const entries = entriesOf(trainer)
     matched(folder, entries.model, files.model)
     matched(folder, entries.optimizer, files.optimizer)
+    const batches = batchesOf(trainer, facts)
     if (facts.data) trainer.options.data.restore?.(facts.data)
     await filled(entries.model, files.model)
     await filled(entries.optimizer, files.optimizer)
     trainer.optimizer.steps = facts.step
-    trainer.batches = facts.batches
+    trainer.batches = batches
+    if (facts.spike) trainer.guard?.restore(facts.spike)
     trainer.skippedSteps = facts.skippedSteps
     trainer.skipsInARow = facts.skipsInARow
     trainer.lastNorm = facts.lastNorm ?? null
@@ -252,8 +257,20 @@ async function rotate(dir: string, newest: string, keep: number): Promise<void> 
   }
 }
 
+/** Batches taken, in batches of the size that the trainer has now. */
+function batchesOf({ options }: Checkpointed, { batches, settings }: Facts): number {
+  const sequences = batches * (typeof settings.batch === 'number' ? settings.batch : options.batch)
+  if (sequences % options.batch === 0) return sequences / options.batch
+  throw new CoatError(
+    `resume: batch is ${options.batch} and must divide the ${sequences} sequences that were taken in batches of ${settings.batch}`,
+    'settings',
+    'resume',
+    'batch',
+  )
+}
+
 function factsOf(trainer: Checkpointed): Facts {
-  const { optimizer, options, batches, skippedSteps, skipsInARow, lastNorm } = trainer
+  const { optimizer, options, batches, skippedSteps, skipsInARow, lastNorm, guard } = trainer
   // 0, 1, 3, 7, … and the last step tell schedules apart that differ anywhere
   const places = Array.from({ length: 53 }, (_, i) => 2 ** i - 1).filter((place) => place < options.steps)
   return {
@@ -264,12 +281,16 @@ function factsOf(trainer: Checkpointed): Facts {
     skipsInARow,
     lastNorm,
     data: options.data.state?.() ?? null,
+    ...(guard ? { spike: guard.state() } : {}),
     settings: settingsOf(trainer, [...places, options.steps - 1]),
   }
 }
 
 /** What changes the result, by name; of the schedule its factors at `places`. */
-function settingsOf({ model, optimizer, options }: Checkpointed, places: readonly number[]): Record<string, unknown> {
+function settingsOf(
+  { model, optimizer, options, guard }: Checkpointed,
+  places: readonly number[],
+): Record<string, unknown> {
   const { recipe, config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
   const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
@@ -280,7 +301,8 @@ function settingsOf({ model, optimizer, options }: Checkpointed, places: readonl
   // what is made again from a copy differs from what was there by the copy's rounding
   const kept = recipe.flow === 'save' && recipe.saved !== recipe.stream ? { remade: recompute !== 'none' } : {}
   const update = optimizerInBackward ? { optimizerInBackward } : {}
-  return Object.fromEntries(flat({ ...all, ...kept, ...update, data: order, schedule: factors }))
+  const spike = guard ? { spike: guard.options } : {}
+  return Object.fromEntries(flat({ ...all, ...kept, ...update, ...spike, data: order, schedule: factors }))
 }
 
 function flat(value: object, before = ''): [string, unknown][] {

@@ -1,4 +1,6 @@
 // What users import.
+
+export { type CachedSizes, KeyValues } from './cache.ts'
 export {
   type Checkpointed,
   type CheckpointOptions,
@@ -15,6 +17,9 @@ export {
   TextDataset,
   type TextOptions,
 } from './data.ts'
+export { type Evaluation, evaluate, type PerplexityOptions, perplexity, type Scorer } from './evaluate.ts'
+export type { GenerateOptions } from './generate.ts'
+export type { SpikeOptions } from './guard.ts'
 export {
   type Document,
   JsonlDataset,
@@ -63,6 +68,7 @@ export {
   sgd,
 } from './optimizer.ts'
 export { type Recipe, type RecipeName, recipes } from './recipes.ts'
+export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {
   type Dtype,
   readSafetensors,
@@ -72,7 +78,17 @@ export {
   type WriteOptions,
   writeSafetensors,
 } from './safetensors.ts'
-export { constant, cosine, type Schedule } from './schedule.ts'
+export {
+  constant,
+  cosine,
+  type Decay,
+  linear,
+  type Schedule,
+  type StableDecay,
+  type WarmUp,
+  wsd,
+} from './schedule.ts'
+export { freeze, load, type State, stateDict, type Values } from './state.ts'
 export { type LedgerRow, noGrad, type Recompute, Tape } from './tape.ts'
 export {
   type Device,
@@ -87,6 +103,7 @@ export {
   Tensor,
   type TensorOptions,
 } from './tensor.ts'
+export { EventFile } from './tensorboard.ts'
 export {
   ByteTokenizer,
   type EncodeOptions,
@@ -95,4 +112,12 @@ export {
   type Tokenizer,
 } from './tokenizer.ts'
 export { encodeDocuments, TokenDataset, type TokenOptions, writeTokens } from './tokens.ts'
-export { type Phase, type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'
+export {
+  type Phase,
+  type RunOptions,
+  type StepMetrics,
+  type TrainableModel,
+  Trainer,
+  type TrainerCallbacks,
+  type TrainerOptions,
+} from './trainer.ts'

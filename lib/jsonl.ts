@@ -231,8 +231,8 @@ function shown(value: unknown): string {
   return (JSON.stringify(value) ?? 'missing').slice(0, 60)
 }
 
-// Lines end at line feeds alone: U+2028, which other readers split at, may stand in a JSON string.
-async function* linesOf(file: string): AsyncGenerator<[number, string]> {
+/** Numbered lines. They end at line feeds alone: U+2028, which other readers split at, may stand in a JSON string. */
+export async function* linesOf(file: string): AsyncGenerator<[number, string]> {
   const decoder = new TextDecoder('utf-8', { fatal: true })
   let number = 0
   const decode = (bytes: Buffer): [number, string] => {

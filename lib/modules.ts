@@ -1,4 +1,5 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
+import type { KeyValues } from './cache.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import { type Recipe, type RecipeName, recipes } from './recipes.ts'
@@ -163,10 +164,15 @@ export class Param implements GradientSink, Disposable {
 
   /** Whether its name, or those of its parts, are like the pattern. */
   named(pattern: string | RegExp): 'wholly' | 'partly' | 'not' {
+    const like = this.partsLike(pattern).length
+    return like === this.parts.length ? 'wholly' : like > 0 ? 'partly' : 'not'
+  }
+
+  /** Names of its parts that are like the pattern; all of them where its own name is. */
+  partsLike(pattern: string | RegExp): string[] {
     const matcher = typeof pattern === 'string' ? matcherOf(pattern) : pattern
-    const count = this.parts.filter(({ name }) => matcher.test(name)).length
-    if (matcher.test(this.name) || count === this.parts.length) return 'wholly'
-    return count > 0 ? 'partly' : 'not'
+    const names = this.parts.map(({ name }) => name)
+    return matcher.test(this.name) ? names : names.filter((name) => matcher.test(name))
   }
 
   /** A frozen parameter gets neither gradient nor optimizer state. */
@@ -398,6 +404,7 @@ export interface AttentionSizes {
   window?: number
   /** Base of the rotation, or null for none. */
   ropeTheta: number | null
+  ropeScaling?: ops.RopeScaling | null
   /** Standard deviation of the initial output projection. */
   outputStd?: number
 }
@@ -442,9 +449,13 @@ export class Attention extends Module {
     })
   }
 
-  /** `sequence`: rows T of one sequence; `starts` i32 [B·T] of packed documents (`ops.documentStarts`). */
-  forward(x: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
-    const { heads, kvHeads, headDim, causal = true, window = 0 } = this.sizes
+  /** `sequence`: rows T of one; `starts` i32 [B·T] (`ops.documentStarts`); `past`: of one sequence before x, no gradients. */
+  forward(x: Tensor, sequence: number, starts: Tensor | null = null, past: KeyValues | null = null): Tensor {
+    const { heads, kvHeads, headDim, causal = true, window = 0, ropeTheta: theta, ropeScaling } = this.sizes
+    if (past) {
+      const rotation = theta === null ? null : { theta, scaling: ropeScaling ?? null }
+      return this.output.forward(past.attend(this, this.qkv.forward(x), { heads, kvHeads, headDim, rotation, window }))
+    }
     const mixed = ops.attention(this.qkv.forward(x), {
       sequence,
       heads,
@@ -463,10 +474,11 @@ export class Attention extends Module {
   }
 
   #table(sequence: number): Tensor | null {
-    if (this.sizes.ropeTheta === null) return null
+    const { ropeTheta: theta, ropeScaling: scaling = null } = this.sizes
+    if (theta === null) return null
     if (this.#rope?.sequence !== sequence) {
       this.#rope?.table.dispose()
-      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta: this.sizes.ropeTheta }, this.device).keep()
+      const table = ops.ropeTable(sequence, this.sizes.headDim, { theta, scaling }, this.device).keep()
       table.persistent = true
       native.retag(table.handle, 'scratch')
       this.#rope = { sequence, table }
@@ -562,9 +574,15 @@ export class Block extends Module {
   }
 
   /** `next`: the norm that will read the result, if it is known. What it asks for is then made with the result. */
-  forward(x: Tensor, sequence: number, starts: Tensor | null = null, next: RMSNorm | LayerNorm | null = null): Tensor {
+  forward(
+    x: Tensor,
+    sequence: number,
+    starts: Tensor | null = null,
+    next: RMSNorm | LayerNorm | null = null,
+    past: KeyValues | null = null,
+  ): Tensor {
     return Tape.layer(x, starts ? [starts] : [], () => {
-      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence, starts)
+      const change = () => this.attention.forward(this.attentionNorm.forward(x), sequence, starts, past)
       const middle = scope(() => ops.add(x, change(), this.stream, this.mlpNorm.reader))
       const reader = next?.reader ?? { formats: this.attentionNorm.formats }
       const y = scope(() => ops.add(middle, this.mlp.forward(this.mlpNorm.forward(middle)), this.stream, reader))

@@ -59,6 +59,8 @@ export interface NativeOps {
   attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle, lse: Handle | null, dqkv: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): Handle
   /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in FP8. qkv [B*T, (H+2*J)*D]. */
   attention_center(qkv: Handle, T: number, H: number, J: number, D: number): void
+  /** Attention of M rows that follow first other ones of one sequence: their k and v go to the rows of cache from first on, in place; out = softmax(scale * q k^T) v over the cache up to the row itself, of it the last window rows unless window is 0; H query heads share J key/value heads. qkv [M, (H+2*J)*D], cache [T, 2*J*D], out [M, H*D]. */
+  attention_cached(qkv: Handle, cache: Handle, out: 'f32' | 'bf16', H: number, J: number, D: number, first: number, window: number, scale: number): Handle
   /** y[m] = w[ids[m]]. ids [M], w [V, N], y [M, N]. */
   embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
   /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */

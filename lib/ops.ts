@@ -338,22 +338,70 @@ export function documentStarts(starts: Int32Array, sequence: number, device: Ten
   return Tensor.from(starts, [starts.length], { device })
 }
 
-export interface RopeScaling {
-  theta: number
+export interface CachedOptions {
+  heads: number
+  kvHeads: number
+  headDim: number
+  /** Cosines and sines of the new rows, f32 [M, D], or null for no rotation. */
+  rope: Tensor | null
+  /** Rows that are in the cache. */
+  first: number
+  /** A row sees those less than `window` rows away (0: all). */
+  window: number
 }
 
-/** Cosines and sines of every position, f32 [T, D]: D/2 cosines, then D/2 sines; angles in float64. */
+/**
+ * Causal attention of M new rows of one sequence against those in `cache` [T, 2J·D], which takes their keys and values up:
+ * qkv [M, (H + 2J)·D] → [M, H·D]. RoPE turns qkv in place. Has no gradient.
+ */
+export function attentionCached(qkv: Tensor, cache: Tensor, options: CachedOptions): Tensor {
+  const { heads: H, kvHeads: J, headDim: D, rope, first, window } = options
+  if (rope) native.rope(rope.handle, qkv.handle, null, H, J, D, 1)
+  const format = qkv.format as Plain
+  return Tensor.own(native.attention_cached(qkv.handle, cache.handle, format, H, J, D, first, window, 1 / Math.sqrt(D)))
+}
+
+/**
+ * Stretched rotations: all angles divided by `factor` (linear), or, with the other three, only those of waves longer than
+ * `positions` / `low`, none of waves shorter than `positions` / `high`, and a mixture in between (Llama 3.1).
+ */
+export type RopeScaling = { factor: number } | { factor: number; low: number; high: number; positions: number }
+
+export interface Rotation {
+  /** Base of the angles. */
+  theta: number
+  scaling?: RopeScaling | null
+}
+
+/** Radians a position of the pairs (i, i + D/2), float64 [D/2]. */
+export function ropeFrequencies(headDim: number, { theta, scaling }: Rotation): Float64Array {
+  const half = headDim / 2
+  return Float64Array.from({ length: half }, (_, i) => {
+    const frequency = theta ** (-i / half)
+    if (!scaling) return frequency
+    const stretched = frequency / scaling.factor
+    if (!('low' in scaling)) return stretched
+    const { low, high, positions } = scaling
+    const turns = (positions * frequency) / (2 * Math.PI)
+    const kept = Math.min(1, Math.max(0, (turns - low) / (high - low)))
+    return (1 - kept) * stretched + kept * frequency
+  })
+}
+
+/** Cosines and sines of the positions from `first` on, f32 [T, D]: D/2 cosines, then D/2 sines; angles in float64. */
 export function ropeTable(
   positions: number,
   headDim: number,
-  { theta }: RopeScaling,
+  rotation: Rotation,
   device: TensorOptions['device'] = 'cpu',
+  first = 0,
 ): Tensor {
   const half = headDim / 2
+  const frequencies = ropeFrequencies(headDim, rotation)
   const values = new Float32Array(positions * headDim)
   for (let t = 0; t < positions; t++)
     for (let i = 0; i < half; i++) {
-      const angle = t * theta ** (-i / half)
+      const angle = (first + t) * (frequencies[i] as number)
       values[t * headDim + i] = Math.cos(angle)
       values[t * headDim + half + i] = Math.sin(angle)
     }

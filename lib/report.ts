@@ -6,6 +6,7 @@ import {
   existsSync,
   mkdirSync,
   openSync,
+  readFileSync,
   renameSync,
   rmSync,
   statSync,
@@ -133,18 +134,38 @@ export function writeWhole(file: string, text: string): void {
   }
 }
 
-/** Metrics as JSON lines: one object a step, with the recipe's name. */
+/** Metrics as JSON lines: one object a step, with the recipe's name; NaN and infinities are null there. */
 export class MetricsFile implements Disposable {
   readonly #file: number
-  constructor(file: string) {
+  /** Lines of later steps than `after` that were taken out of the file. */
+  readonly dropped: number = 0
+
+  /** A new file; or, with `after`, one that goes on behind the lines up to that step. */
+  constructor(file: string, options: { after?: number } = {}) {
+    const { after } = options
     claim(file)
-    this.#file = openSync(file, 'w')
+    if (after !== undefined && existsSync(file)) {
+      const lines = readFileSync(file, 'utf8').split('\n').filter(Boolean)
+      const kept = lines.filter((line) => stepIn(line) <= after)
+      this.dropped = lines.length - kept.length
+      writeWhole(file, kept.map((line) => `${line}\n`).join(''))
+    }
+    this.#file = openSync(file, after === undefined ? 'w' : 'a')
   }
   write(recipe: string, metrics: Step): void {
     writeSync(this.#file, `${JSON.stringify({ recipe, ...metrics })}\n`)
   }
   [Symbol.dispose](): void {
     closeSync(this.#file)
+  }
+}
+
+/** The step of a line; a line that was cut has none that counts. */
+function stepIn(line: string): number {
+  try {
+    return Number(JSON.parse(line).step)
+  } catch {
+    return Number.POSITIVE_INFINITY
   }
 }
 

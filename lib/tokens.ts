@@ -90,6 +90,17 @@ async function* chunksOf(
   else yield* ids as Iterable<ArrayLike<number>>
 }
 
+/** Whether a file starts as token files do. */
+export async function isTokenFile(file: string): Promise<boolean> {
+  const handle = await open(file)
+  try {
+    const { buffer, bytesRead } = await handle.read(Buffer.alloc(magic.length), 0, magic.length, 0)
+    return buffer.toString('latin1', 0, bytesRead) === magic
+  } finally {
+    await handle.close()
+  }
+}
+
 /**
  * Ids of documents, one array a document, for `writeTokens`. `separator` (default: the tokenizer's `eos`) follows every
  * document once; an empty document gives nothing, so `['', 'a', '']` has one separator.

@@ -2,23 +2,40 @@
 import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
+import { counted, evaluate, expectIds, lossOf, type Scorer } from './evaluate.ts'
+import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
-import { documentStarts, ignoreIndex } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
-import { type LedgerRow, noGrad, type Recompute, recomputes, Tape } from './tape.ts'
-import { type Device, memory, resetPeak, scope, Tensor } from './tensor.ts'
+import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
+import { memory, resetPeak, scope, Tensor } from './tensor.ts'
 
 /** What the trainer needs of a model. */
-export interface TrainableModel extends Module {
+export interface TrainableModel extends Module, Scorer {
   readonly recipe: Recipe
   /** Sizes, where it has them in one place: a checkpoint records and compares them. */
   readonly config?: object
-  readonly device: Device
-  /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts?: Tensor | null): Tensor
+}
+
+/** What is queued next: a micro-batch's forward, its backward, the update; `end`: nothing more in this step. */
+export type Phase = 'forward' | 'backward' | 'update' | 'end'
+
+/** What a caller is told as it happens; `run()` waits for promises. */
+export interface TrainerCallbacks {
+  /** After every step, skipped ones too, before it is yielded. */
+  step?(metrics: StepMetrics): void | Promise<void>
+  /** After a checkpoint was saved. */
+  saved?(folder: string, step: number): void | Promise<void>
+}
+
+export interface RunOptions {
+  /**
+   * Signals after which `run()` saves and ends (default none): at the next micro-batch, dropping the step that it is in, which
+   * a resumed run does again. The same signal once more has its usual effect. Handlers are removed when `run()` ends.
+   */
+  signals?: readonly NodeJS.Signals[]
 }
 
 export interface TrainerOptions {
@@ -36,6 +53,11 @@ export interface TrainerOptions {
   clip?: number
   /** Consecutive skips after which training stops with an error (default 10). */
   maxSkips?: number
+  /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
+  spike?: SpikeOptions
+  /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
+  validate?: { every: number; sequences?: number }
+  callbacks?: TrainerCallbacks
   /** Called as the parts of a step are queued, to tell their times apart. */
   phase?: (part: Phase) => void
   /**
@@ -55,9 +77,6 @@ export interface TrainerOptions {
   checkpoint?: CheckpointOptions
 }
 
-/** What is queued next: a micro-batch's forward, its backward, the update; `end`: nothing more in this step. */
-export type Phase = 'forward' | 'backward' | 'update' | 'end'
-
 /** One step, as it happened. */
 export interface StepMetrics {
   /** Steps done after this one, from 1. */
@@ -72,7 +91,7 @@ export interface StepMetrics {
   tokensPerSecond: number
   /** Milliseconds of this step. */
   time: number
-  /** Whether the update was skipped because a gradient was not finite: nothing changed then, but see `optimizerInBackward`. */
+  /** Whether the update was skipped, because a gradient was not finite or the step a spike: nothing changed then, but see `optimizerInBackward`. */
   skipped: boolean
   /** Skipped updates so far. */
   skippedSteps: number
@@ -80,10 +99,13 @@ export interface StepMetrics {
   infs: number
   /** Bytes live after the step and their peaks within it. */
   memory: MemoryUsage
+  /** Loss on held-out data, where it was measured after this step. */
+  validation?: number
 }
 
 const known = [
-  ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips', 'phase'],
+  ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
+  ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
   ...['optimizerInBackward', 'cacheWeights', 'recompute', 'checkpoint'],
 ]
 
@@ -91,41 +113,45 @@ const known = [
 export class Trainer implements Disposable {
   readonly model: TrainableModel
   readonly optimizer: Optimizer
-  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'checkpoint'>> & {
+  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint'>> & {
     readonly checkpoint: Required<CheckpointOptions> | null
+    readonly validate: { every: number; sequences: number } | null
   }
+  readonly guard: SpikeGuard | null
   /** Batches taken so far, skipped steps included. */
   batches = 0
   skippedSteps = 0
   /** Skipped steps since the last that was done. */
   skipsInARow = 0
+  /** Why `run()` ended before all steps were done: a signal, or `stop()`. */
+  stopped: NodeJS.Signals | 'stop' | null = null
   /** Norm of the gradients of the last step that was done. */
   lastNorm: number | null = null
   #ledger: { shape: string; rows: LedgerRow[] } | null = null
+  /** The step that the last checkpoint of this trainer has. */
+  #saved = -1
+  #busy = false
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, ...rest } = options
+    const { optimizer, checkpoint, spike, validate, ...rest } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
       clip: 1,
       maxSkips: 10,
+      callbacks: {},
       phase: () => {},
       recompute: 'flow' as const,
       optimizerInBackward: false,
       cacheWeights: false,
       ...rest,
-      checkpoint: checked(checkpoint),
+      validate: validate === undefined ? null : checked({ sequences: 64, ...validate }, 'validate', 'sequences'),
+      checkpoint: checkpoint === undefined ? null : checked({ keep: 3, ...checkpoint }, 'checkpoint', 'keep', ['dir']),
     }
-    for (const name of ['batch', 'accumulate', 'steps', 'maxSkips'] as const)
-      if (!Number.isSafeInteger(full[name]) || full[name] < 1)
-        throw new CoatError(
-          `Trainer: ${name} is ${full[name]} and must be an integer of at least 1`,
-          'value',
-          'Trainer',
-          name,
-        )
+    for (const name of ['batch', 'accumulate', 'steps', 'maxSkips'] as const) expectCount(name, full[name])
+    checkNames(full.callbacks, ['step', 'saved'], 'callbacks.')
+    checkNames(spike ?? {}, ['sigma', 'window'], 'spike.')
     if (!(full.clip >= 0))
       throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
     if (!recomputes.includes(full.recompute))
@@ -142,8 +168,16 @@ export class Trainer implements Disposable {
         'Trainer',
         'accumulate',
       )
+    if (full.optimizerInBackward && spike !== undefined)
+      throw new CoatError(
+        'Trainer: spike cannot be had with optimizerInBackward, which updates before the norm is known',
+        'value',
+        'Trainer',
+        'spike',
+      )
     this.model = model
     this.options = full
+    this.guard = spike === undefined ? null : new SpikeGuard(spike)
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
@@ -160,25 +194,86 @@ export class Trainer implements Disposable {
     return loadCheckpoint(this, dir, options)
   }
 
-  /** Runs until `steps` are done. The caller may stop at any step and go on with another `run()`. */
-  async *run(): AsyncGenerator<StepMetrics, void, void> {
-    while (this.optimizer.steps < this.options.steps) {
-      const metrics = await this.step()
-      if (!metrics.skipped) await this.#save()
-      yield metrics
-      await setImmediate()
+  /**
+   * Runs until `steps` are done, or `stop()` or a signal ends it. The caller may leave at any step and go on with another
+   * `run()`.
+   */
+  async *run({ signals = [] }: RunOptions = {}): AsyncGenerator<StepMetrics, void, void> {
+    this.stopped = null
+    const listeners = signals.map((signal) => {
+      const stop = () => {
+        this.stopped = signal
+      }
+      process.once(signal, stop)
+      return () => process.off(signal, stop)
+    })
+    const { steps, validate, callbacks } = this.options
+    try {
+      while (this.optimizer.steps < steps && !this.stopped) {
+        const metrics = await this.#step(() => this.stopped !== null)
+        if (!metrics) break
+        if (!metrics.skipped && due(metrics.step, validate?.every, steps))
+          metrics.validation = await this.validate(validate?.sequences)
+        await callbacks.step?.(metrics)
+        if (!metrics.skipped && due(metrics.step, this.options.checkpoint?.every, steps)) await this.#save()
+        yield metrics
+        await setImmediate()
+      }
+      if (this.stopped) await this.#save()
+    } finally {
+      for (const remove of listeners) remove()
     }
   }
 
-  /** One step: `accumulate` micro-batches, then an update, or a skip when a gradient is not finite. */
+  /** Ends `run()` at the next micro-batch, with a checkpoint where there is a folder for them. */
+  stop(): void {
+    this.stopped = 'stop'
+  }
+
+  /** One step: `accumulate` micro-batches, then an update, or a skip when a gradient is not finite or the step a spike. */
   async step(): Promise<StepMetrics> {
-    const { data, batch, accumulate, steps, schedule, clip, maxSkips, optimizerInBackward, cacheWeights } = this.options
-    const { optimizer } = this
+    return (await this.#step(() => false)) as StepMetrics
+  }
+
+  /** Mean loss by tokens over `sequences` held-out sequences, in nats; parameters and state stay as they are. */
+  async validate(sequences = 64): Promise<number> {
+    const { data, batch } = this.options
+    return (await evaluate(this.model, data.validation(sequences, batch))).loss
+  }
+
+  dispose(): void {
+    this.optimizer.dropGrads()
+    this.optimizer.dispose()
+  }
+  [Symbol.dispose](): void {
+    this.dispose()
+  }
+
+  /** A step, or null when `interrupted()` between micro-batches: then nothing has changed. */
+  async #step(interrupted: () => boolean): Promise<StepMetrics | null> {
+    if (this.#busy)
+      throw new CoatError('training: a step is running; wait for it before the next', 'busy', 'training', 'step')
+    this.#busy = true
+    try {
+      return await this.#micros(interrupted)
+    } finally {
+      this.#busy = false
+    }
+  }
+
+  async #micros(interrupted: () => boolean): Promise<StepMetrics | null> {
+    const { data, batch, accumulate, steps, schedule, clip, optimizerInBackward, cacheWeights } = this.options
+    const { optimizer, guard } = this
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
     optimizer.dropGrads()
+    const place = data.state?.()
     const batches = Array.from({ length: accumulate }, (_, i) => data.batch(this.batches + i, batch))
+    const { vocab_size: vocabulary } = { vocab_size: undefined, ...this.model.config }
+    // on a GPU an id out of range would come to light steps later
+    if (typeof vocabulary === 'number')
+      for (const [i, micro] of batches.entries()) expectIds(micro, vocabulary, `batch ${this.batches + i} of the data`)
     const tokens = batches.reduce((sum, { targets }) => sum + counted(targets), 0)
     const losses: Tensor[] = []
     let loss = 0
@@ -188,17 +283,30 @@ export class Trainer implements Disposable {
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
       this.#keepTwins(cacheWeights)
-      for (const micro of batches) losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+      for (const micro of batches) {
+        if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
+        if (interrupted()) {
+          if (place) data.restore?.(place)
+          return null
+        }
+        losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+      }
       this.#keepTwins(false)
       this.#begin('update')
       const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
-        if (!within) optimizer.step(lr, norm.clip)
+        const measure = async () => {
+          for (const part of losses) loss += await part.item()
+          gradNorm = await norm.norm.item()
+        }
+        // a guard has to wait for the numbers; else the update is queued behind the gradients
+        if (guard) await measure()
+        const spike = guard?.isSpike(loss, gradNorm) ?? false
+        if (!spike && !within) optimizer.step(lr, norm.clip)
         this.#begin('end')
-        for (const part of losses) loss += await part.item()
-        gradNorm = await norm.norm.item()
-        skip = (await norm.clip.read())[1] !== 0
-        if (skip) await this.#skipped(norm.norms, maxSkips)
+        if (!guard) await measure()
+        skip = spike || (await norm.clip.read())[1] !== 0
+        if (skip) await this.#skipped(norm.norms, spike)
       } finally {
         norm.norm.dispose()
         norm.norms.dispose()
@@ -214,6 +322,7 @@ export class Trainer implements Disposable {
       optimizer.advance()
       this.skipsInARow = 0
       this.lastNorm = gradNorm
+      guard?.add(loss, gradNorm)
     }
     const time = performance.now() - started
     const usage = memory()
@@ -232,35 +341,34 @@ export class Trainer implements Disposable {
     }
   }
 
-  /** Mean loss by tokens over `sequences` held-out sequences, in nats; parameters and state stay as they are. */
-  async validate(sequences = 64): Promise<number> {
-    const { data, batch } = this.options
-    let sum = 0
-    let tokens = 0
-    for (const part of data.validation(sequences, batch)) {
-      const count = counted(part.targets)
-      const loss = noGrad(() => scope(() => this.#loss(part, 1))).keep()
-      sum += await loss.item()
-      tokens += count
-      loss.dispose()
-      await setImmediate()
-    }
-    return sum / tokens
-  }
-
-  dispose(): void {
-    this.optimizer.dropGrads()
-    this.optimizer.dispose()
-  }
-  [Symbol.dispose](): void {
-    this.dispose()
-  }
-
+  /** A checkpoint of the steps that are done, unless it is there; parameters that are not finite never take a healthy one's place. */
   async #save(): Promise<void> {
-    const { checkpoint, steps } = this.options
-    const done = this.optimizer.steps
-    if (checkpoint && (done % checkpoint.every === 0 || done === steps))
-      await saveCheckpoint(this, checkpoint.dir, checkpoint)
+    const { checkpoint, callbacks } = this.options
+    const { steps } = this.optimizer
+    if (!checkpoint || this.#saved === steps) return
+    await this.#expectFinite()
+    const folder = await saveCheckpoint(this, checkpoint.dir, checkpoint)
+    this.#saved = steps
+    await callbacks.saved?.(folder, steps)
+  }
+
+  async #expectFinite(): Promise<void> {
+    const params = this.model.parameters()
+    const handles = native.grad_norm(
+      params.map(({ tensor }) => tensor.handle),
+      0,
+    )
+    const [norm, norms, clip] = handles.map((handle) => Tensor.own(handle)) as [Tensor, Tensor, Tensor]
+    try {
+      if ((await clip.read())[1] === 0) return
+      const values = await norms.read()
+      diverged(
+        `parameters are not finite after step ${this.optimizer.steps}, which is not saved`,
+        params.filter((_, i) => !Number.isFinite(values[i])),
+      )
+    } finally {
+      for (const tensor of [norm, norms, clip]) tensor.dispose()
+    }
   }
 
   #keepTwins(keeps: boolean): void {
@@ -275,7 +383,7 @@ export class Trainer implements Disposable {
     using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
       this.#begin('forward')
-      const loss = tape.record(() => this.#loss(micro, weight))
+      const loss = tape.record(() => lossOf(this.model, micro, weight))
       const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
       if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
       this.#begin('backward')
@@ -289,50 +397,54 @@ export class Trainer implements Disposable {
     this.options.phase(part)
   }
 
-  #loss({ ids, targets, sequence, starts }: Batch, weight: number): Tensor {
-    const { device } = this.model
-    const [inputs, labels] = [ids, targets].map((values) => Tensor.from(values, [values.length], { device }))
-    const documents = starts ? documentStarts(starts, sequence, device) : null
-    return this.model.loss(inputs as Tensor, labels as Tensor, sequence, weight, documents)
-  }
-
-  async #skipped(norms: Tensor, maxSkips: number): Promise<void> {
+  async #skipped(norms: Tensor, spike: boolean): Promise<void> {
+    const { maxSkips } = this.options
     this.skippedSteps += 1
     this.skipsInARow += 1
     if (this.skipsInARow < maxSkips) return
     const values = await norms.read()
-    const bad = this.optimizer.clipped.filter((_, i) => !Number.isFinite(values[i]))
-    throw new CoatError(
-      `training: the gradient was not finite in ${this.skipsInARow} steps in a row (maxSkips), in: ${bad.map(({ name }) => name).join(', ')}`,
-      'diverged',
-      'training',
-      bad[0]?.name ?? '',
-    )
+    const bad = spike ? [] : this.optimizer.clipped.filter((_, i) => !Number.isFinite(values[i]))
+    const what = spike ? 'loss or gradient norm was a spike' : 'the gradient was not finite'
+    diverged(`${what} in ${this.skipsInARow} steps in a row (maxSkips)`, bad)
   }
 }
 
-function checked(checkpoint: CheckpointOptions | undefined): Required<CheckpointOptions> | null {
-  if (checkpoint === undefined) return null
-  const full = { keep: 3, ...checkpoint }
-  const demand = (name: string, value: unknown, holds: boolean, rule: string) => {
-    if (!holds) throw new CoatError(`Trainer: ${name} is ${value} and must be ${rule}`, 'value', 'Trainer', name)
-  }
-  checkNames(full, ['dir', 'every', 'keep'], 'checkpoint.')
-  demand('checkpoint.dir', full.dir, typeof full.dir === 'string' && full.dir !== '', 'the path of a folder')
-  for (const name of ['every', 'keep'] as const)
-    demand(
-      `checkpoint.${name}`,
-      full[name],
-      Number.isSafeInteger(full[name]) && full[name] >= 1,
-      'an integer of at least 1',
-    )
-  return full
+function diverged(text: string, params: readonly { name: string }[]): never {
+  const names = params.map(({ name }) => name)
+  const where = names.length > 0 ? `, in: ${names.join(', ')}` : ''
+  throw new CoatError(`training: ${text}${where}`, 'diverged', 'training', names[0] ?? '')
 }
 
-function counted(targets: Int32Array): number {
-  let count = 0
-  for (const target of targets) if (target !== ignoreIndex) count += 1
-  return count
+/** Whether something that happens `every` so many steps, and after the last one, happens after this one. */
+function due(step: number, every: number | undefined, steps: number): boolean {
+  return every !== undefined && (step % every === 0 || step === steps)
+}
+
+function expectCount(name: string, value: number): void {
+  if (!Number.isSafeInteger(value) || value < 1)
+    throw new CoatError(`Trainer: ${name} is ${value} and must be an integer of at least 1`, 'value', 'Trainer', name)
+}
+
+/** Options of something that happens `every` so many steps: another count, and paths. */
+function checked<Options extends { every: number }>(
+  options: Options,
+  where: string,
+  count: keyof Options & string,
+  paths: readonly (keyof Options & string)[] = [],
+): Options {
+  checkNames(options, [...paths, 'every', count], `${where}.`)
+  for (const name of paths) {
+    const value = options[name]
+    if (typeof value !== 'string' || value === '')
+      throw new CoatError(
+        `Trainer: ${where}.${name} is ${value} and must be the path of a folder`,
+        'value',
+        'Trainer',
+        `${where}.${name}`,
+      )
+  }
+  for (const name of ['every', count] as const) expectCount(`${where}.${name}`, options[name] as number)
+  return options
 }
 
 function checkNames(options: object, names: readonly string[], where = ''): void {

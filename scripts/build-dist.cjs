@@ -1,4 +1,4 @@
-// Builds dist/ from lib/, bench/ and examples/: tsc, then one bundle for the charts, whose packages are devDependencies.
+// Builds dist/ from lib/, bench/, train/ and examples/: tsc, then one bundle for the charts, whose packages are devDependencies.
 const { spawnSync } = require('node:child_process')
 const fs = require('node:fs')
 const path = require('node:path')
@@ -9,7 +9,7 @@ const dist = path.join(root, 'dist')
 const stampFile = path.join(dist, '.stamp')
 
 function inputs() {
-  const sources = ['lib', 'bench', 'examples']
+  const sources = ['lib', 'bench', 'train', 'examples']
     .filter((dir) => fs.existsSync(path.join(root, dir)))
     .flatMap((dir) => fs.readdirSync(path.join(root, dir), { recursive: true }).map((name) => `${dir}/${name}`))
     .filter((name) => name.endsWith('.ts'))
@@ -47,8 +47,7 @@ async function main() {
   const { status } = spawnSync(process.execPath, [tsc, '-p', 'tsconfig.build.json'], { cwd: root, stdio: 'inherit' })
   if (status !== 0) throw new Error('tsc found errors; the lines above say where')
   await bundleCharts()
-  const cli = path.join(dist, 'bench/cli.js')
-  if (fs.existsSync(cli)) fs.chmodSync(cli, 0o755)
+  for (const cli of ['bench/cli.js', 'train/cli.js']) fs.chmodSync(path.join(dist, cli), 0o755)
   fs.writeFileSync(stampFile, made)
 }
 

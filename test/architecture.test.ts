@@ -34,16 +34,18 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
+    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes'],
     ['tape', 'data', 'safetensors'],
-    ['ops'],
-    ['modules', 'tokens', 'jsonl'],
+    ['ops', 'generate'],
+    ['cache'],
+    ['modules', 'tokens', 'jsonl', 'models/fields'],
+    ['state', 'evaluate'],
     ['models/llama', 'rules'],
     ['optimizer'],
     ['checkpoint'],
     ['trainer'],
     ['charts'],
-    ['report'],
+    ['report', 'tensorboard'],
     ['index'],
   ]
   const rank = (file: string) => rows.findIndex((row) => row.includes(file.replace(/^lib\//, '').replace(/\.ts$/, '')))
@@ -122,7 +124,7 @@ describe('pairs', () => {
 describe('files', () => {
   const sources = [
     ...files('csrc', /\.(h|cc|cu|cuh|def)$/),
-    ...['lib', 'test', 'bench', 'examples'].flatMap((folder) => files(folder, /\.ts$/)),
+    ...['lib', 'test', 'bench', 'train', 'examples'].flatMap((folder) => files(folder, /\.ts$/)),
   ]
   it.each(sources)('%s says what it holds and stays small', (file) => {
     const lines = text(file).split('\n')

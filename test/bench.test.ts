@@ -137,7 +137,7 @@ describe('ops', () => {
 
   test('a filter picks by name', () => {
     expect(new Set(casesLike('attention').map(({ op }) => op))).toEqual(
-      new Set(['attention_forward', 'attention_backward', 'attention_center']),
+      new Set(['attention_forward', 'attention_backward', 'attention_cached', 'attention_center']),
     )
     expect(() => casesLike('nothing')).toThrow(/no op has 'nothing' in its name; the ops are convert, /)
   })

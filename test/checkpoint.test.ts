@@ -8,6 +8,7 @@ import {
   CoatError,
   constant,
   cosine,
+  device,
   LlamaForCausalLM,
   lion,
   loadCheckpoint,
@@ -59,7 +60,17 @@ vi.mock('node:fs/promises', async (original) => {
   }
 })
 
+const cuda = (() => {
+  try {
+    return device('cuda').kind === 'cuda'
+  } catch (error) {
+    if (error instanceof CoatError && error.code === 'no_cuda') return false
+    throw error
+  }
+})()
+
 interface Setup {
+  device?: 'cpu' | 'cuda'
   recipe?: ModelOptions['recipe']
   sizes?: Partial<typeof config>
   data?: { sequence?: number; seed?: number; copies?: number }
@@ -67,9 +78,12 @@ interface Setup {
 }
 
 /** A trainer with a model and a data set of its own; `seed` is that of the first weights. */
-function trainerOf({ recipe = 'coat', sizes, data = {}, options }: Setup = {}, seed = 1): Trainer {
+function trainerOf(
+  { device: where = 'cpu', recipe = 'coat', sizes, data = {}, options }: Setup = {},
+  seed = 1,
+): Trainer {
   const { copies = 40, ...order } = data
-  const model = new LlamaForCausalLM({ ...config, ...sizes }, { recipe, seed })
+  const model = new LlamaForCausalLM({ ...config, ...sizes }, { recipe, seed, device: where })
   return new Trainer(model, {
     data: new TextDataset(sentence.repeat(copies), { sequence: 16, seed: 7, ...order }),
     batch: 2,
@@ -124,7 +138,11 @@ describe('C1: 16 steps are 8 and 8', () => {
     lion: { options: { optimizer: lion({ lr: 0.001 }), accumulate: 2 } },
     sgd: { options: { optimizer: sgd({ lr: 0.01, dampening: 0.5 }) }, sizes: { tie_word_embeddings: false } },
   }
-  it.each(Object.entries(setups))('%s', async (_, setup) => {
+  const all = Object.entries(setups)
+  it.each(all)('%s', (_, setup) => halves(setup))
+  it.skipIf(!cuda).each(all)('%s on cuda', (_, setup) => halves({ ...setup, device: 'cuda' }))
+
+  async function halves(setup: Setup): Promise<void> {
     const before = memory().tensors
     const whole = trainerOf(setup)
     const all = numbers(await run(whole))
@@ -141,7 +159,7 @@ describe('C1: 16 steps are 8 and 8', () => {
     expect(await bytesOf(second)).toEqual(await bytesOf(whole))
     for (const trainer of [whole, first, second]) drop(trainer)
     expect(memory().tensors).toBe(before)
-  })
+  }
 
   it('counts skipped steps, and batches that they took', async () => {
     const first = trainerOf()

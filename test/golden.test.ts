@@ -126,7 +126,7 @@ describe.skipIf(!there)('stories260k', () => {
 
     it('continues the recorded greedy text', async () => {
       const { prompt_ids, new_token_ids } = golden.greedy
-      expect(await model.generate(prompt_ids, new_token_ids.length)).toEqual(new_token_ids)
+      expect(await model.generate(prompt_ids, { maxTokens: new_token_ids.length })).toEqual(new_token_ids)
     })
 
     it('averages a padded batch by tokens', async () => {

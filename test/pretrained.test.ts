@@ -104,6 +104,7 @@ describe('savePretrained', () => {
   })
 
   it.each([
+    ['mistral', 'MistralForCausalLM'],
     ['qwen2', 'Qwen2ForCausalLM'],
     ['olmo', 'OlmoForCausalLM'],
     ['llama', 'LlamaForCausalLM'],
@@ -117,6 +118,18 @@ describe('savePretrained', () => {
     using back = await LlamaForCausalLM.fromPretrained(folder, { recipe: 'bf16' })
     await expectSame(model, back)
     expect(JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')).architectures).toEqual([architecture])
+  })
+
+  it('a stretched rotation is kept, wherever it was given', async () => {
+    const fields = { rope_type: 'linear', factor: 2 }
+    for (const change of [{ rope_scaling: fields }, { rope_parameters: { ...fields, rope_theta: 5e5 } }]) {
+      using model = new LlamaForCausalLM({ ...tiny, ...change }, { recipe: 'fp32', seed: 3 })
+      await model.savePretrained(folder)
+      using back = await LlamaForCausalLM.fromPretrained(folder, { recipe: 'fp32' })
+      await expectSame(model, back)
+      expect(back.config).toEqual(model.config)
+      expect(back.config.rope_scaling).toMatchObject(fields)
+    }
   })
 
   it('C8: tied embeddings are one copy and an alias; either name loads, neither does not', async () => {

@@ -61,11 +61,6 @@ it('refuses a model that cannot be', () => {
   expect(make({ num_key_value_heads: 3 })).toThrow(/num_key_value_heads is 3 and must divide num_attention_heads = 4/)
   expect(make({ hidden_size: 66 })).toThrow(/hidden_size is 66 and must give an even head size/)
   expect(make({ vocab_size: 0 })).toThrow(/vocab_size is 0 and must be an integer of at least 1/)
-  expect(make({ model_type: 'gpt2' })).toThrow(/model_type is gpt2 and must be llama, mistral, qwen2 or olmo/)
-  expect(make({ rope_scaling: { type: 'linear' } })).toThrow(/rope_scaling is .* not supported/)
-  expect(make({ rope_parameters: { rope_type: 'llama3' } })).toThrow(
-    /rope_parameters is \{"rope_type":"llama3"\} and is not supported: its rope_type must be 'default'/,
-  )
   expect(make({ rope_theta: 1e4, rope_parameters: { rope_theta: 5e5 } })).toThrow(
     'rope_theta is 10000 and must equal that of rope_parameters, 500000',
   )

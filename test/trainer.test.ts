@@ -4,7 +4,6 @@ import { describe, expect, it } from 'vitest'
 import {
   type Batch,
   CoatError,
-  constant,
   cosine,
   type Dataset,
   LlamaForCausalLM,
@@ -290,34 +289,33 @@ it('refuses what it does not know', () => {
   expect(make({ optimizer: { betas: [0.9, 1] } })).toThrow(/betas\[1\] is 1 and must be at least 0 and less than 1/)
 })
 
-it('names a token id that the vocabulary does not have', async () => {
+it.each([
+  ['ids', 256],
+  ['ids', -1],
+  ['targets', 256],
+  ['targets', -1],
+] as const)('D6: %s of %d in batch 3 are named with their place, and other batches go on', async (name, id) => {
   const wrong: Dataset = {
-    ...data,
     sequence: 32,
-    batch: (index, size) => ({ ...data.batch(index, size), ids: new Int32Array(32 * size).fill(256) }),
+    batch: (index, size) => {
+      const batch = data.batch(index, size)
+      batch.targets[0] = -100
+      if (index === 3) batch[name][5] = id
+      return batch
+    },
     validation: () => [],
   }
   const { model, trainer: it } = trainer('coat', { data: wrong })
+  for (let i = 0; i < 3; i++) await it.step()
+  const state = await stateOf(model, it)
   const before = memory().tensors
   await expect(it.step()).rejects.toThrow(
-    'embedding_forward: ids[0] is 256 and must be at least 0 and less than V = 256',
+    `training: batch 3 of the data: ${name}[5] is ${id} and must be at least 0 and less than 256, the model's vocabulary`,
   )
   expect(memory().tensors).toBe(before)
+  expect(await stateOf(model, it)).toBe(state)
+  it.batches += 1
+  expect((await it.step()).step).toBe(4)
   it.dispose()
   model.dispose()
-})
-
-describe('schedules', () => {
-  it('cosine: warm-up, peak, floor', () => {
-    const factor = cosine({ warmup: 4, floor: 0.1 })
-    const all = Array.from({ length: 20 }, (_, step) => factor(step, 20))
-    expect(all.slice(0, 5)).toEqual([0.25, 0.5, 0.75, 1, 1])
-    expect(all[19]).toBeCloseTo(0.1, 12)
-    for (let i = 5; i < 20; i++) expect(all[i] as number).toBeLessThan(all[i - 1] as number)
-  })
-  it('constant', () => expect([0, 1, 2, 9].map((step) => constant({ warmup: 2 })(step, 10))).toEqual([0.5, 1, 1, 1]))
-  it('refuses nonsense', () => {
-    expect(() => cosine({ warmup: -1 })).toThrow(/warmup is -1/)
-    expect(() => cosine({ floor: 2 })).toThrow(/floor is 2/)
-  })
 })

@@ -1,14 +1,18 @@
 // Llama and its relatives (Llama 2 and 3, Mistral's windows, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
+import { KeyValues } from '../cache.ts'
+import { type GenerateOptions, generateOptions, sampled, uniforms } from '../generate.ts'
 import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
 import { Replacement } from '../replace.ts'
 import { readSafetensors, type StoredTensor, sourceOf, stage } from '../safetensors.ts'
+import { load, partsOf } from '../state.ts'
 import { noGrad } from '../tape.ts'
 import { type Device, type DeviceName, scope, Tensor } from '../tensor.ts'
+import { expectKnown, type RopeFields, refuse, ropeScaling } from './fields.ts'
 
 /** The fields of a Hugging Face config.json that matter here. */
 export interface LlamaConfig {
@@ -18,14 +22,15 @@ export interface LlamaConfig {
   num_hidden_layers: number
   num_attention_heads: number
   num_key_value_heads?: number
-  head_dim?: number
+  head_dim?: number | null
   vocab_size: number
   max_position_embeddings?: number
   rms_norm_eps?: number
   rope_theta?: number
-  rope_scaling?: null
-  /** Where newer configs keep the rotation. */
-  rope_parameters?: { rope_type?: string; rope_theta?: number } | null
+  /** How positions are stretched: `llama3` or `linear`. */
+  rope_scaling?: RopeFields | null
+  /** Where newer configs keep the rotation, its scaling too. */
+  rope_parameters?: RopeFields | null
   tie_word_embeddings?: boolean
   attention_bias?: boolean
   mlp_bias?: boolean
@@ -47,15 +52,23 @@ export interface ModelOptions {
   seed?: number
 }
 
-type Windows = 'sliding_window' | 'use_sliding_window' | 'max_window_layers' | 'layer_types'
-type Checked = Required<Omit<LlamaConfig, 'rope_scaling' | 'rope_parameters' | Windows>> & { sliding_window?: number }
+// What config.json may leave out, and the biases that a type has or has not whatever it says.
+const families = {
+  llama: { architecture: 'LlamaForCausalLM', positions: 2048, eps: 1e-6, biases: null },
+  mistral: { architecture: 'MistralForCausalLM', positions: 131072, eps: 1e-6, biases: false },
+  qwen2: { architecture: 'Qwen2ForCausalLM', positions: 32768, eps: 1e-6, biases: true },
+  olmo: { architecture: 'OlmoForCausalLM', positions: 2048, eps: 1e-5, biases: null },
+} as const
+
+type Unchecked = 'rope_parameters' | 'sliding_window' | 'use_sliding_window' | 'max_window_layers' | 'layer_types'
+
+type Checked = Required<Omit<LlamaConfig, Unchecked | 'head_dim'>> & { head_dim: number; sliding_window?: number }
 
 function checked(config: LlamaConfig): Checked {
-  const fail = (name: keyof LlamaConfig, rule: string): never => {
-    const value = typeof config[name] === 'object' ? JSON.stringify(config[name]) : config[name]
-    throw new CoatError(`config: ${name} is ${value} and ${rule}`, 'config', 'LlamaForCausalLM', name)
-  }
-  const rotation = config.rope_parameters ?? {}
+  const fail = (name: keyof LlamaConfig, rule: string): never => refuse(name, config[name], rule)
+  const { model_type = 'llama', rope_parameters } = config
+  const names = Object.keys(families)
+  const family = names.includes(model_type) ? families[model_type] : fail('model_type', `must be ${names.join(', ')}`)
   for (const name of [
     'hidden_size',
     'intermediate_size',
@@ -64,9 +77,13 @@ function checked(config: LlamaConfig): Checked {
     'vocab_size',
   ] as const)
     if (!Number.isSafeInteger(config[name]) || config[name] < 1) fail(name, 'must be an integer of at least 1')
+  const stretched = ropeScaling('rope_parameters', rope_parameters)
+  const scaling = ropeScaling('rope_scaling', config.rope_scaling)
+  if (rope_parameters && scaling && JSON.stringify(scaling) !== JSON.stringify(stretched))
+    fail('rope_scaling', `must be as in rope_parameters, ${JSON.stringify(rope_parameters)}, or be left out`)
   const window = slidingWindow(config)
   const full = {
-    model_type: config.model_type ?? 'llama',
+    model_type,
     hidden_size: config.hidden_size,
     intermediate_size: config.intermediate_size,
     num_hidden_layers: config.num_hidden_layers,
@@ -74,18 +91,18 @@ function checked(config: LlamaConfig): Checked {
     num_key_value_heads: config.num_key_value_heads ?? config.num_attention_heads,
     head_dim: config.head_dim ?? config.hidden_size / config.num_attention_heads,
     vocab_size: config.vocab_size,
-    max_position_embeddings: config.max_position_embeddings ?? 2048,
-    rms_norm_eps: config.rms_norm_eps ?? (config.model_type === 'olmo' ? 1e-5 : 1e-6),
-    rope_theta: rotation.rope_theta ?? config.rope_theta ?? 10000,
+    max_position_embeddings: config.max_position_embeddings ?? family.positions,
+    rms_norm_eps: config.rms_norm_eps ?? family.eps,
+    rope_theta: rope_parameters?.rope_theta ?? config.rope_theta ?? 10000,
+    rope_scaling: config.rope_scaling ?? (stretched ? (rope_parameters as RopeFields) : null),
     tie_word_embeddings: config.tie_word_embeddings ?? false,
-    attention_bias: config.attention_bias ?? config.model_type === 'qwen2',
+    attention_bias: config.attention_bias ?? family.biases ?? false,
     mlp_bias: config.mlp_bias ?? false,
     hidden_act: config.hidden_act ?? 'silu',
     ...(window === null ? {} : { sliding_window: window }),
     initializer_range: config.initializer_range ?? 0.02,
-  }
-  if (!['llama', 'mistral', 'qwen2', 'olmo'].includes(full.model_type))
-    fail('model_type', 'must be llama, mistral, qwen2 or olmo')
+  } as const
+  expectKnown(config, [...Object.keys(full), 'rope_parameters'])
   if (window !== null && !(Number.isSafeInteger(window) && window >= 1))
     fail('sliding_window', 'must be an integer of at least 1, or null')
   const types = config.layer_types
@@ -94,9 +111,9 @@ function checked(config: LlamaConfig): Checked {
   if (types?.some((type) => type !== 'full_attention' && type !== 'sliding_attention'))
     fail('layer_types', 'must hold full_attention and sliding_attention only')
   if (!['silu', 'gelu'].includes(full.hidden_act)) fail('hidden_act', 'must be silu (SwiGLU) or gelu')
-  if (config.rope_scaling) fail('rope_scaling', 'is not supported: it must be null')
-  if ((rotation.rope_type ?? 'default') !== 'default')
-    fail('rope_parameters', "is not supported: its rope_type must be 'default'")
+  if (family.biases !== null && full.attention_bias !== family.biases)
+    fail('attention_bias', `must be ${family.biases} for model_type ${model_type}`)
+  if (full.mlp_bias && model_type !== 'llama') fail('mlp_bias', `must be false for model_type ${model_type}`)
   if (config.rope_theta !== undefined && config.rope_theta !== full.rope_theta)
     fail('rope_theta', `must equal that of rope_parameters, ${full.rope_theta}`)
   if (!Number.isInteger(full.head_dim) || full.head_dim % 2 !== 0)
@@ -160,8 +177,9 @@ export class LlamaForCausalLM extends Module {
           kvHeads: full.num_key_value_heads,
           headDim: full.head_dim,
           qkvBias: full.attention_bias,
-          outputBias: full.attention_bias && full.model_type === 'llama',
+          outputBias: full.attention_bias && full.model_type !== 'qwen2',
           ropeTheta: full.rope_theta,
+          ropeScaling: ropeScaling('rope_scaling', full.rope_scaling),
           window: windowOf(config, i),
           inner: full.intermediate_size,
           activation: full.hidden_act === 'silu' ? 'swiglu' : 'gelu',
@@ -181,8 +199,7 @@ export class LlamaForCausalLM extends Module {
    * (`ops.documentStarts`) a sequence holds several documents, each as if it were alone.
    */
   forward(ids: Tensor, sequence: number, starts: Tensor | null = null): Tensor {
-    const formats = linearFormats(this.recipe, { plain: true })
-    return scope(() => ops.linear(this.#hidden(ids, sequence, starts), this.#headWeight, null, formats))
+    return scope(() => this.#logits(this.#hidden(ids, sequence, starts)))
   }
 
   /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
@@ -197,8 +214,12 @@ export class LlamaForCausalLM extends Module {
     return (this.head?.weight ?? this.embedding).tensor
   }
 
-  /** What the head reads: [B·T, hidden] in the stream's format. */
-  #hidden(ids: Tensor, sequence: number, starts: Tensor | null): Tensor {
+  #logits(hidden: Tensor): Tensor {
+    return ops.linear(hidden, this.#headWeight, null, linearFormats(this.recipe, { plain: true }))
+  }
+
+  /** What the head reads: [B·T, hidden] in the stream's format; `past`: of the sequence before ids. */
+  #hidden(ids: Tensor, sequence: number, starts: Tensor | null, past: KeyValues | null = null): Tensor {
     const { stream, dw } = this.recipe
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
@@ -210,7 +231,8 @@ export class LlamaForCausalLM extends Module {
     return scope(() => {
       let x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
       for (const [i, layer] of this.layers.entries()) {
-        const y = layer.forward(x, sequence, starts, this.layers[i + 1]?.attentionNorm ?? this.norm)
+        const next = this.layers[i + 1]?.attentionNorm ?? this.norm
+        const y = layer.forward(x, sequence, starts, next, past)
         x.dispose()
         x = y
       }
@@ -218,32 +240,57 @@ export class LlamaForCausalLM extends Module {
     })
   }
 
-  /** Continues a prompt by `count` tokens: greedy at temperature 0, else sampled with `seed`. */
-  async generate(
-    prompt: readonly number[],
-    count: number,
-    options: { temperature?: number; seed?: number } = {},
-  ): Promise<number[]> {
-    if (prompt.length === 0)
-      throw new CoatError('generate: prompt is empty and must hold at least one token', 'value', 'generate', 'prompt')
-    const { temperature = 0, seed = 0 } = options
+  /** All tokens of `stream`. */
+  async generate(prompt: readonly number[], options: GenerateOptions = {}): Promise<number[]> {
+    const tokens: number[] = []
+    for await (const token of this.stream(prompt, options)) tokens.push(token)
+    return tokens
+  }
+
+  /**
+   * Continues a prompt token by token, with keys and values of earlier ones kept. What outgrows max_position_embeddings goes
+   * on from its second half.
+   */
+  async *stream(prompt: readonly number[], options: GenerateOptions = {}): AsyncGenerator<number, void, void> {
+    const { maxTokens, stop, ...choice } = generateOptions(prompt, options)
+    const { max_position_embeddings: positions } = this.config
+    const chances = await uniforms(choice.seed, maxTokens)
     const tokens = [...prompt]
-    const vocabulary = this.config.vocab_size
-    let state = seed >>> 0
-    for (let i = 0; i < count; i++) {
-      const window = tokens.slice(-this.config.max_position_embeddings)
-      const logits = noGrad(() =>
-        scope(() =>
-          this.forward(Tensor.from(Int32Array.from(window), [window.length], { device: this.device }), window.length),
-        ),
-      )
-      const values = await logits.read()
-      logits.dispose()
-      const last = values.subarray((window.length - 1) * vocabulary)
-      state = (Math.imul(state, 1664525) + 1013904223) >>> 0
-      tokens.push(pick(last, temperature, state / 2 ** 32))
+    const capacity = Math.min(positions, prompt.length + maxTokens)
+    let past: KeyValues | null = null
+    let fresh = tokens
+    try {
+      for (const chance of chances) {
+        if (!past || past.rows + fresh.length > capacity) {
+          past?.dispose()
+          past = new KeyValues(capacity, this.device)
+          fresh = tokens.length <= capacity ? tokens.slice() : tokens.slice(-Math.ceil(capacity / 2))
+        }
+        const token = sampled(await this.#following(fresh, past), choice, chance)
+        if (stop.includes(token)) return
+        tokens.push(token)
+        fresh = [token]
+        yield token
+      }
+    } finally {
+      past?.dispose()
     }
-    return tokens.slice(prompt.length)
+  }
+
+  /** Logits [V] of what follows `tokens`, which follow those in `past`. */
+  async #following(tokens: readonly number[], past: KeyValues): Promise<Float32Array> {
+    const { device } = this
+    using logits = noGrad(() =>
+      scope(() => {
+        const x = Tensor.from(Int32Array.from(tokens), [tokens.length], { device })
+        const hidden = this.#hidden(x, tokens.length, null, past)
+        // the last row alone has what is asked for
+        const last = Tensor.from(Int32Array.of(tokens.length - 1), [1], { device })
+        return this.#logits(ops.embedding(last, hidden, { y: this.recipe.stream, dw: 'f32' }))
+      }),
+    )
+    past.advance(tokens.length)
+    return (await logits.read()) as Float32Array
   }
 
   /** The parameter part of a checkpoint's name, or null. */
@@ -262,7 +309,7 @@ export class LlamaForCausalLM extends Module {
     const config = JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')) as LlamaConfig
     const { tensors, metadata } = await readSafetensors(folder)
     const model = new LlamaForCausalLM(config, options)
-    const refuse = (text: string, argument: string): never => {
+    const refused = (text: string, argument: string): never => {
       throw new CoatError(`fromPretrained: ${folder} ${text}`, 'checkpoint', 'fromPretrained', argument)
     }
     const find = (name: string): StoredTensor | undefined =>
@@ -270,27 +317,21 @@ export class LlamaForCausalLM extends Module {
       tensors.get(metadata[name] ?? '') ??
       (name === tied.kept && !model.head ? tensors.get(tied.left) : undefined)
     try {
-      const params = model.parameters()
-      const missing = params.flatMap(({ parts }) => parts.map(({ name }) => name)).filter((name) => !find(name))
-      if (missing.length > 0) refuse(`has no tensor '${missing.join("', '")}'`, missing[0] as string)
-      const extra = [...tensors.keys()].filter((name) => !model.find(name) && !unneeded(name, model))
+      const parts = partsOf(model)
+      const state = new Map(parts.flatMap(({ name }) => [[name, find(name)] as const]))
+      const missing = parts.filter(({ name }) => !state.get(name)).map(({ name }) => name)
+      if (missing.length > 0) refused(`has no tensor '${missing.join("', '")}'`, missing[0] as string)
+      const extra = [...tensors.keys()].filter((name) => !state.has(name) && !unneeded(name, model))
       if (extra.length > 0)
-        refuse(`has tensors that its config.json gives no place: '${extra.join("', '")}'`, extra[0] as string)
-      for (const param of params) {
-        const [, ...row] = param.tensor.shape
-        const width = row.reduce((product, size) => product * size, 1)
-        const values = new Float32Array(param.tensor.numel)
-        for (const { name, rows } of param.parts) {
-          const stored = find(name) as StoredTensor
-          const shape = [rows[1] - rows[0], ...row]
-          if (`${stored.shape}` !== `${shape}`)
-            refuse(`has '${name}' [${stored.shape.join(', ')}], which must be [${shape.join(', ')}]`, name)
-          if (stored.dtype.startsWith('F8'))
-            refuse(`has '${name}' ${stored.dtype}, whose scales are unknown: it must be F32, BF16 or F16`, name)
-          values.set(await stored.values(), rows[0] * width)
-        }
-        param.write(values)
+        refused(`has tensors that its config.json gives no place: '${extra.join("', '")}'`, extra[0] as string)
+      for (const { name, shape } of parts) {
+        const stored = state.get(name) as StoredTensor
+        if (`${stored.shape}` !== `${shape}`)
+          refused(`has '${name}' [${stored.shape.join(', ')}], which must be [${shape.join(', ')}]`, name)
+        if (stored.dtype.startsWith('F8'))
+          refused(`has '${name}' ${stored.dtype}, whose scales are unknown: it must be F32, BF16 or F16`, name)
       }
+      await load(model, state as ReadonlyMap<string, StoredTensor>)
       return model
     } catch (error) {
       model.dispose()
@@ -323,7 +364,7 @@ export class LlamaForCausalLM extends Module {
       const config = {
         ...this.#given,
         ...this.config,
-        architectures: [architectures[this.config.model_type]],
+        architectures: [families[this.config.model_type].architecture],
         torch_dtype: stored,
         ...('dtype' in this.#given ? { dtype: stored } : {}), // the name that newer files use
       }
@@ -345,25 +386,4 @@ const tied = { kept: 'model.embed_tokens.weight', left: 'lm_head.weight' }
 /** What a checkpoint may have besides: the other name of a tied matrix, and a table that old ones keep. */
 function unneeded(name: string, model: LlamaForCausalLM): boolean {
   return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
-}
-
-const architectures = {
-  llama: 'LlamaForCausalLM',
-  mistral: 'MistralForCausalLM',
-  qwen2: 'Qwen2ForCausalLM',
-  olmo: 'OlmoForCausalLM',
-}
-
-function pick(logits: Float32Array | Int32Array, temperature: number, u: number): number {
-  let best = 0
-  for (let i = 1; i < logits.length; i++) if ((logits[i] as number) > (logits[best] as number)) best = i
-  if (temperature === 0) return best
-  const top = logits[best] as number
-  const weights = Array.from(logits, (x) => Math.exp((x - top) / temperature))
-  let left = u * weights.reduce((a, b) => a + b, 0)
-  for (let i = 0; i < weights.length; i++) {
-    left -= weights[i] as number
-    if (left < 0) return i
-  }
-  return best
 }

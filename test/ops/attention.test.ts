@@ -81,6 +81,42 @@ function forward(given: Given) {
   }
 }
 
+/** The cache with the new rows in it, and what these see. */
+function cached(given: Given) {
+  const { M, T, H, J, D, first, window, scale, qkv, cache } = given
+  const [width, row] = [(H + 2 * J) * D, 2 * J * D]
+  const filled = matrix(T, row, (t, n) => {
+    const m = t - first
+    return m >= 0 && m < M ? qkv(m * width + H * D + n) : cache(t * row + n)
+  })
+  const [out, sizes] = [new Float64Array(M * H * D), new Float64Array(M * H * D)]
+  for (let m = 0; m < M; m++)
+    for (let h = 0; h < H; h++) {
+      const last = first + m
+      const begin = window > 0 ? Math.max(0, last + 1 - window) : 0
+      const column = Math.floor(h / (H / J)) * D
+      const rows = Array.from({ length: last + 1 - begin }, (_, i) => begin + i)
+      const dots = rows.map((t) =>
+        dot(
+          D,
+          (i) => qkv(m * width + h * D + i),
+          (i) => filled(t, column + i),
+        ),
+      )
+      const top = Math.max(...dots.map(([score]) => scale * score))
+      const size = Math.max(...dots.map(([, magnitude]) => Math.abs(scale) * magnitude))
+      const p = dots.map(([score]) => Math.exp(scale * score - top))
+      const total = p.reduce((a, b) => a + b, 0)
+      for (let i = 0; i < D; i++) {
+        const value = (j: number) => filled(rows[j] as number, J * D + column + i)
+        const at = (m * H + h) * D + i
+        out[at] = sum(rows.length, (j) => ((p[j] as number) / total) * value(j))
+        sizes[at] = (1 + size) * sum(rows.length, (j) => ((p[j] as number) / total) * Math.abs(value(j))) + 1e-30
+      }
+    }
+  return { cache: filled, out: valuesOf(out, H * D), '|out|': valuesOf(sizes) }
+}
+
 /** From q, k, v and dout alone; `out`, and `lse` where the op is given it, enter through p and delta. */
 function backward(given: Given) {
   const { B, T, H, J, D, dout, out, scale } = given
@@ -244,6 +280,20 @@ describe('attention', () => {
       backward: (given) => backward({ ...given, ...forward(given) }),
       gradients: { dqkv: 'qkv' },
     })
+
+  checkOp('attention_cached', {
+    exact: false,
+    sizes: [
+      { M: 0, T: 3, H: 2, J: 1, D: 4, first: 3, window: 0, scale: 1 },
+      { M: 1, T: 1, H: 1, J: 1, D: 1, first: 0, window: 0, scale: 1 },
+      { M: 1, T: 40, H: 8, J: 2, D: 16, first: 30, window: 0, scale: 0.25 },
+      { M: 1, T: 300, H: 4, J: 4, D: 33, first: 299, window: 7, scale: 0.17 },
+      { M: 17, T: 17, H: 9, J: 3, D: 8, first: 0, window: 0, scale: 0.35 },
+      { M: 7, T: 31, H: 6, J: 1, D: 64, first: 11, window: 9, scale: 0.125 },
+    ],
+    data: { qkv: (random) => random.normal(), cache: (random) => random.normal() },
+    reference: cached,
+  })
 
   const random = new Random(9)
   const numbers = (n: number) => Float64Array.from({ length: n }, () => random.normal())
@@ -490,6 +540,16 @@ describe('attention', () => {
     expect(() => native.attention_forward(x, null, 'f32', 3, 3, 2, 2, 0, 0, 1)).toThrow(
       'attention_forward: J is 2 and must divide H = 3',
     )
+    const cache = tensor('f32', [4, 8], new Float32Array(32))
+    const cached = (H: number, J: number, first: number, window: number) => () =>
+      native.attention_cached(x, cache, 'f32', H, J, 2, first, window, 1)
+    expect(cached(3, 2, 0, 0)).toThrow('attention_cached: J is 2 and must divide H = 3')
+    expect(() =>
+      native.attention_cached(tensor('f32', [3, 12], new Float32Array(36)), cache, 'f32', 2, 2, 2, 2, 0, 1),
+    ).toThrow('attention_cached: first is 2 and must be from 0 to T - M = 1, so that the rows fit')
+    expect(() =>
+      native.attention_cached(tensor('f32', [3, 12], new Float32Array(36)), cache, 'f32', 2, 2, 2, 0, -1, 1),
+    ).toThrow('attention_cached: window is -1 and must be at least 0')
     const none = tensor('f32', [0, 14], [])
     expect(() => native.attention_forward(none, null, 'f32', 0, 3, 2, 2, 0, 0, 1)).toThrow(/^attention_forward: /)
     const even = tensor('f32', [3, 8], new Float32Array(24))
