@@ -22,4 +22,25 @@ namespace coat {
 #include "ops.def"
 #undef OP
 
+rope_args turn_back_of(const attention_backward_args& args) {
+  rope_args turn;
+  turn.device = args.device;
+  turn.table = args.table;
+  turn.qkv = args.dqkv;
+  turn.starts = args.starts;
+  turn.H = args.H;
+  turn.J = args.J;
+  turn.D = args.D;
+  turn.direction = -1;
+  return turn;
+}
+
+amax_args amax_of(const attention_backward_args& args) {
+  amax_args measure;
+  measure.device = args.device;
+  measure.x = args.dqkv;
+  measure.y = args.amax;
+  return measure;
+}
+
 }  // namespace coat

@@ -296,15 +296,18 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   // of quantized q and k the softmax has to be normalized anew: lse is that of others
   if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
   const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
+  const amaxWanted = qkv.gradientFormat ? 'f32' : null
   tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
     if (!qkv || !out) return []
-    const dqkv = native.attention_backward(
+    const [handle, amax] = native.attention_backward(
       dout.handle,
       qkv.handle,
       documents,
       out.handle,
       kept.length === 3 ? (third as Tensor).handle : null,
+      rope?.handle ?? null,
       options.dx,
+      amaxWanted,
       T,
       H,
       J,
@@ -313,8 +316,9 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
       window,
       scale,
     )
-    if (rope) native.rope(rope.handle, dqkv, documents, H, J, D, -1)
-    return [Tensor.own(dqkv, options.dx)]
+    const dqkv = Tensor.own(handle, options.dx)
+    if (amax !== null) dqkv.adoptAmax(amax)
+    return [dqkv]
   })
   return out
 }

@@ -159,6 +159,7 @@ class Plainly {
 // A task: one key/value head of one sequence with all its query heads, so that dk and dv have one writer.
 void attention_backward(const attention_backward_args& given) {
   const AttentionSizes s = attention_sizes(given);
+  if (given.table) check_rotation(given.D, -1);
   const Plainly plain_qkv(given.qkv), plain_out(given.out);
   attention_backward_args args = given;
   args.qkv = plain_qkv.tensor;
@@ -189,6 +190,8 @@ void attention_backward(const attention_backward_args& given) {
       encode(args.dqkv, s.v(b, t, j), s.D, f.dv + t * f.row);
     }
   });
+  if (args.table) rope(turn_back_of(args));
+  if (args.amax) amax(amax_of(args));
 }
 
 }  // namespace coat::cpu

@@ -44,8 +44,18 @@ void attention_backward(const attention_backward_args& args) {
       attention_lse_generic(s, qkv.tensor, made->as<float>());
   }
   const float* lse = made ? made->as<float>() : args.lse.as<float>();
-  if (!attention_backward_tensor(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv))
+  if (args.table) check_rotation(args.D, -1);
+  // heads that fill their tiles are turned and measured on the way out
+  const bool whole = !args.table || s.D == 64 || s.D == 128;
+  const float* table = whole ? args.table.as<float>() : nullptr;
+  uint32_t* largest = whole ? args.amax.as<uint32_t>() : nullptr;
+  if (attention_backward_tensor(s, args.dout, qkv.tensor, out.tensor, lse, table, args.dqkv, largest)) {
+    if (whole) return;
+  } else {
     attention_backward_generic(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv);
+  }
+  if (args.table) rope(turn_back_of(args));
+  if (args.amax) amax(amax_of(args));
 }
 
 }  // namespace coat::cuda

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256)
 
 template <int Head>
 void start(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out, const float* lse,
-           const Tensor& dqkv) {
+           const float* table, const Tensor& dqkv, uint32_t* largest) {
   constexpr const char* kName = "attention_backward";
   const int64_t heads = s.H + 2 * s.J, tiles = (s.T + kTaskRows - 1) / kTaskRows * (kTaskRows / kStatisticsRows);
   const auto map_of = [&](const Tensor& x, int64_t heads, int lines) {
@@ -53,9 +53,9 @@ void start(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const
   const Scratch room(s.B * s.H * tiles * (2 * kStatisticsRows * 4));
   const Statistics statistics{room.as<float>(), static_cast<int>(tiles)};
   const DocumentEnds ends(kName, s, true);
-  const AttentionProblem p = problem_of(s, ends.get(), 16 << 20);
+  const AttentionProblem p = problem_of(s, ends.get(), 16 << 20, table, largest);
   // pieces that last longer for every head that shares them: the order counts for more than L2
-  const AttentionProblem by_unit = problem_of(s, ends.get(), 64 << 20);
+  const AttentionProblem by_unit = problem_of(s, ends.get(), 64 << 20, table, largest);
   launch(kName, attention_statistics_kernel, static_cast<unsigned>(s.B * s.H * tiles), 256, 0, dout.as<BFloat16>(),
          out.as<BFloat16>(), lse, p, statistics);
   const auto work_of = [&](int64_t heads) {
@@ -80,16 +80,17 @@ void start(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const
 }  // namespace
 
 bool attention_backward_tensor(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
-                               const float* lse, const Tensor& dqkv) {
+                               const float* lse, const float* table, const Tensor& dqkv, uint32_t* largest) {
   for (const Tensor* x : {&dout, &qkv, &out, &dqkv})
     if (x->format.dtype != DType::bf16) return false;
   if (!fits_tensor(s)) return false;
+  if (largest) check(cudaMemsetAsync(largest, 0, sizeof(uint32_t), stream()), "attention_backward");
   if (s.D <= 64)
-    start<64>(s, dout, qkv, out, lse, dqkv);
+    start<64>(s, dout, qkv, out, lse, table, dqkv, largest);
   else if (s.D <= 128)
-    start<128>(s, dout, qkv, out, lse, dqkv);
+    start<128>(s, dout, qkv, out, lse, table, dqkv, largest);
   else
-    start<256>(s, dout, qkv, out, lse, dqkv);
+    start<256>(s, dout, qkv, out, lse, table, dqkv, largest);
   return true;
 }
 

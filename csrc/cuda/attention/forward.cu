@@ -178,11 +178,7 @@ __global__ void __launch_bounds__(384, 1)
         const int key = tile * kKeys;
         if (key >= plain.first && key + kKeys - 1 <= plain.last) return;
 #pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) {
-          const int at = key + sum_column(thread, i);
-          const Span& row = seen[i / 2 % 2];
-          if (at < row.first || at > row.last) s[i] = -kInf;
-        }
+        for (int down = 0; down < 2; ++down) hide(s, down, seen[down], key, thread, -kInf);
       };
 
       turns.take();

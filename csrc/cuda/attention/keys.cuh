@@ -140,14 +140,8 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
           for (int down = 0; down < 2; ++down) {
             const int thread = thread_again();
-            const Span seen = visible<true>(p, task.sequence, task.first + 64 * group + sum_row(thread, down));
-#pragma unroll
-            for (int i = 2 * down; i < kQueries / 2; i += 4)
-#pragma unroll
-              for (int k = i; k < i + 2; ++k) {
-                const int at = q + sum_column(thread, k);
-                if (at < seen.first || at > seen.last) s[k] = 0.f;
-              }
+            hide(s, down, visible<true>(p, task.sequence, task.first + 64 * group + sum_row(thread, down)), q, thread,
+                 0.f);
           }
         }
         round_sums(s, codes);  // also what their gradients read: registers hold no more
@@ -189,6 +183,7 @@ __global__ void __launch_bounds__(384, 1)
       }
       if constexpr (kWantsV) {
         hold(dv);
+        if (p.largest) leave_largest(p, task.first + 64 * group, thread_again(), dv);
         send_sums<Head>(dv, v_at, Own::kTile, dqkv_map, task.sequence, task.first + 64 * group, p.H + p.J + task.head,
                         thread_again(), 1 + group);
       }
@@ -196,6 +191,8 @@ __global__ void __launch_bounds__(384, 1)
         hold(dk);
 #pragma unroll
         for (int i = 0; i < Head / 2; ++i) dk[i] *= p.scale;
+        if (kTurnsBack<Head> && p.table) turn_back<Head>(p, task.sequence, task.first + 64 * group, thread_again(), dk);
+        if (p.largest) leave_largest(p, task.first + 64 * group, thread_again(), dk);
         send_sums<Head>(dk, k_at, Own::kTile, dqkv_map, task.sequence, task.first + 64 * group, p.H + task.head,
                         thread_again(), 1 + group);
       }

@@ -135,11 +135,7 @@ __global__ void __launch_bounds__(384, 1)
         const int key = tile * kKeys;
         if (key < plain.first || key + kKeys - 1 > plain.last) {
 #pragma unroll
-          for (int i = 0; i < kKeys / 2; ++i) {
-            const int at = key + sum_column(thread, i);
-            const Span& row = seen[i / 2 % 2];
-            if (at < row.first || at > row.last) s[i] = 0.f;
-          }
+          for (int down = 0; down < 2; ++down) hide(s, down, seen[down], key, thread, 0.f);
         }
         products_wait<0>();
         hold(ds);
@@ -165,6 +161,8 @@ __global__ void __launch_bounds__(384, 1)
       if (before >= 0) release(before);
 #pragma unroll
       for (int i = 0; i < Head / 2; ++i) dq[i] *= p.scale;
+      if (kTurnsBack<Head> && p.table) turn_back<Head>(p, task.sequence, first, thread, dq);
+      if (p.largest) leave_largest(p, first, thread, dq);
       send_sums<Head>(dq, q_at, Own::kTile, dqkv_map, task.sequence, first, task.head, thread, 1 + group);
       if (thread == 0) {
         stores_have_read();

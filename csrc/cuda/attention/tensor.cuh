@@ -14,6 +14,8 @@ struct AttentionProblem {
   bool causal;
   float scale, exponent;         // exponent = scale * log2 e: scores as exponents of 2
   const int32_t *starts, *ends;  // first and last position of the document of every row [sequences * T], or null
+  const float* table;            // of rope, by which gradients of q and k are turned back, or null
+  uint32_t* largest;             // bits of the largest magnitude of a gradient, or null
   int units, chunk, tiles;       // key/value heads of all sequences, those of a chunk of the work, tiles of a sequence
 };
 
@@ -24,19 +26,32 @@ constexpr int kTaskRows = 128;  // of a piece of work
 // int holds.
 inline bool fits_tensor(const AttentionSizes& s) {
   const int64_t most = int64_t{1} << 30;
-  return s.D % 8 == 0 && s.D >= 32 && s.D <= 256 && s.scale > 0.f && s.T < most && s.window < most && s.B < most / s.H &&
-         s.B * s.H < most / ((s.T + 63) / 64);
+  return s.D % 8 == 0 && s.D >= 32 && s.D <= 256 && s.scale > 0.f && s.T < most && s.window < most &&
+         s.B < most / s.H && s.B * s.H < most / ((s.T + 63) / 64);
 }
 
 // `held`: bytes of keys and values of a chunk of the work.
-inline AttentionProblem problem_of(const AttentionSizes& s, const int32_t* ends, int64_t held) {
+inline AttentionProblem problem_of(const AttentionSizes& s, const int32_t* ends, int64_t held,
+                                   const float* table = nullptr, uint32_t* largest = nullptr) {
   const auto as_int = [](int64_t x) { return static_cast<int>(x); };
   const int64_t units = s.B * s.J, chunk = std::clamp<int64_t>(held / (s.T * s.D * 4), 1, units);
-  return {as_int(s.T),      as_int(s.D),     as_int(s.H),
-          as_int(s.J),      as_int(s.group), as_int(s.B),
-          as_int(s.window), s.causal,        s.scale,
-          s.scale * kLog2E, s.starts,        ends,
-          as_int(units),    as_int(chunk),   as_int((s.T + kTaskRows - 1) / kTaskRows)};
+  return {as_int(s.T),
+          as_int(s.D),
+          as_int(s.H),
+          as_int(s.J),
+          as_int(s.group),
+          as_int(s.B),
+          as_int(s.window),
+          s.causal,
+          s.scale,
+          s.scale * kLog2E,
+          s.starts,
+          ends,
+          table,
+          largest,
+          as_int(units),
+          as_int(chunk),
+          as_int((s.T + kTaskRows - 1) / kTaskRows)};
 }
 
 // Last positions of documents, made from their first ones where a kernel needs them.
@@ -156,7 +171,17 @@ struct HeadTile {
 
 // Sums [64, 2 * Count] of a warpgroup: a lane holds of each 8 columns two neighbours of two rows, 8 rows apart.
 __device__ inline int sum_row(int thread, int down) { return thread / 32 * 16 + thread % 32 / 4 + 8 * down; }
-__device__ inline int sum_column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
+
+// Puts `hidden` in place of what row `down` of a lane does not see of the columns from `first` on.
+template <int Count>
+__device__ inline void hide(float (&s)[Count], int down, Span seen, int first, int thread, float hidden) {
+  const int origin = first + thread % 4 * 2, low = seen.first - origin, high = seen.last - origin;
+#pragma unroll
+  for (int i = 2 * down; i < Count; i += 4)
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (i / 4 * 8 + k < low || i / 4 * 8 + k > high) s[i + k] = hidden;
+}
 
 // The codes of sums as the first operand of a product: 4 registers for 16 columns.
 template <int Count>
@@ -184,6 +209,48 @@ __device__ inline void send_sums(const float (&s)[Head / 2], uint32_t at, uint32
     for (int c = 0; c < Head / 64; ++c) store_tile(map, at + c * tile, sequence, line, head, 64 * c);
     stores_commit();
   }
+}
+
+// Where registers hold the turning of gradients beside all else.
+template <int Head>
+inline constexpr bool kTurnsBack = Head <= 128;
+
+// Gradients of 64 rows of q or k from row `first` on, turned back as rope turns: the pair of a column lies half a head
+// on, in the same lane.
+template <int Head>
+__device__ inline void turn_back(const AttentionProblem& p, int sequence, int first, int thread, float (&s)[Head / 2]) {
+#pragma unroll
+  for (int down = 0; down < 2; ++down) {
+    const int t = min(first + sum_row(thread, down), p.T - 1);
+    const int64_t start = p.starts ? p.starts[int64_t{sequence} * p.T + t] : 0;
+    const float* cosine = p.table + rope_position(t, start, p.T) * Head + thread % 4 * 2;
+#pragma unroll
+    for (int i = 2 * down; i < Head / 4; i += 4) {
+      const float2 c = *reinterpret_cast<const float2*>(cosine + i / 4 * 8);
+      const float2 sine = *reinterpret_cast<const float2*>(cosine + Head / 2 + i / 4 * 8);
+      const auto turn = [](float& a, float& b, float c, float sine) {
+        const float old = a;
+        a = fma_(old, c, b * sine);
+        b = fma_(b, c, -(old * sine));
+      };
+      turn(s[i], s[i + Head / 4], c.x, sine.x);
+      turn(s[i + 1], s[i + 1 + Head / 4], c.y, sine.y);
+    }
+  }
+}
+
+// The largest magnitude of such gradients as they are stored. The bits of |x| order as integers, with NaN above Inf.
+template <int Count>
+__device__ inline void leave_largest(const AttentionProblem& p, int first, int thread, const float (&s)[Count]) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int down = 0; down < 2; ++down) {
+    if (first + sum_row(thread, down) >= p.T) continue;
+#pragma unroll
+    for (int i = 2 * down; i < Count; i += 4) most = max(most, max(bits_of(fabsf(s[i])), bits_of(fabsf(s[i + 1]))));
+  }
+  most = bits_of(BFloat16::decode(BFloat16::encode(float_of(warp_max(most)))));
+  if (thread % 32 == 0) atomicMax(p.largest, most);
 }
 
 }  // namespace coat::cuda
