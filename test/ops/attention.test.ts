@@ -131,8 +131,9 @@ function turnBack({ B, T, H, J, D, table, starts }: Given, [dqkv, sizes]: [Float
         const [a, b] = [dqkv[first] as number, dqkv[second] as number]
         dqkv[first] = a * c + b * s
         dqkv[second] = b * c - a * s
-        const size = (sizes[first] as number) + (sizes[second] as number)
-        sizes[first] = sizes[second] = size
+        const [x, y, u, v] = [sizes[first] as number, sizes[second] as number, Math.abs(c), Math.abs(s)]
+        sizes[first] = x * u + y * v
+        sizes[second] = y * u + x * v
       }
   }
 }
