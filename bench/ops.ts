@@ -55,18 +55,21 @@ const fewTokens = [1, 17, 64, 128, 512].flatMap((M) => [
   { M, N: 8192, K: 2048 },
   { M, N: 2048, K: 8192 },
 ])
+const square = { M: 1024, N: 1024, K: 1024 }
+type Product = 'matmul_nt' | 'matmul_nn' | 'matmul_tn'
 const matmul = (
-  op: 'matmul_nt' | 'matmul_nn' | 'matmul_tn',
+  op: Product | `${Product}_into`,
   sizes: Sizes,
   a: AnyFormat,
   b: AnyFormat,
   y: AnyFormat,
   large?: readonly Sizes[],
+  others: OpCase['formats'] = {},
 ): OpCase => ({
   op,
   sizes,
   ...(large && { large }),
-  formats: { a, b, y },
+  formats: { a, b, y, ...others },
   flops: ({ M = 1, N = 1, K = 1 }) => 2 * M * N * K,
   expect: {
     result: 'y',
@@ -74,12 +77,13 @@ const matmul = (
     value: (i, values, { M = 1, N = 1, K = 1 }) => {
       const m = Math.floor(i / N)
       const n = i % N
-      return sum(
+      const product = sum(
         K,
         (k) =>
-          at(values, 'a', op === 'matmul_tn' ? k * M + m : m * K + k) *
-          at(values, 'b', op === 'matmul_nt' ? n * K + k : k * N + n),
+          at(values, 'a', op.startsWith('matmul_tn') ? k * M + m : m * K + k) *
+          at(values, 'b', op.startsWith('matmul_nt') ? n * K + k : k * N + n),
       )
+      return product + (values.y?.[i] ?? 0)
     },
   },
 })
@@ -173,6 +177,9 @@ export const opCases: readonly OpCase[] = [
   convert('bf16', 'e4m3/g16'),
   convert('e4m3/g16', 'bf16'),
   convert('f32', 'bf16'),
+  convert('bf16', 'e4m3/g128'),
+  convert('f32', 'e4m3/b128'),
+  convert('e4m3/b128', 'bf16'),
   convert('f32', 'e4m3/x128'),
   convert('f32', 'd8/g256'),
   convert('d8/g256', 'f32'),
@@ -182,6 +189,8 @@ export const opCases: readonly OpCase[] = [
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),
+  convertTransposed('bf16', 'e4m3/g128'),
+  convertTransposed('e4m3/b128', 'e4m3/b128'),
   {
     op: 'amax',
     sizes: rows,
@@ -190,6 +199,13 @@ export const opCases: readonly OpCase[] = [
       result: 'y',
       value: (_, { x = [] }) => Array.from(x).reduce((most, v) => Math.max(most, Math.abs(v)), 0),
     },
+  },
+  {
+    op: 'scale_from_amax',
+    sizes: {},
+    large: [],
+    formats: { amax: 'f32', scale: 'f32' },
+    expect: { result: 'scale', value: (_, values) => Math.abs(at(values, 'amax', 0)) / 448 },
   },
   { op: 'scale_of', sizes: rows, formats: { x: 'e4m3/t', y: 'f32' } },
   {
@@ -322,16 +338,30 @@ export const opCases: readonly OpCase[] = [
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'f32', 'f32', 'f32', []),
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'bf16', 'bf16', 'bf16', fewTokens),
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'e4m3/t', 'e4m3/t', 'bf16', fewTokens),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'bf16', 'bf16', 'bf16', [...forward, down]),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e4m3/t', 'e4m3/t', 'bf16', [...forward, down]),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e4m3/t', 'e4m3/t', 'e4m3/g16', forward.slice(-2)),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e5m2/t', 'e4m3/t', 'bf16', [...forward.slice(0, 1), down]),
-  matmul('matmul_nt', { M: 1024, N: 1024, K: 1024 }, 'e5m2/t', 'e4m3/t', 'f32', ofWeights),
+  matmul('matmul_nt', square, 'f32', 'f32', 'f32'),
+  matmul('matmul_nt', square, 'bf16', 'bf16', 'bf16', [...forward, down]),
+  matmul('matmul_nt', square, 'e4m3/t', 'e4m3/t', 'bf16', [...forward, down]),
+  matmul('matmul_nt', square, 'e4m3/t', 'e4m3/t', 'e4m3/g16', forward.slice(-2)),
+  matmul('matmul_nt', square, 'e5m2/t', 'e4m3/t', 'bf16', [...forward.slice(0, 1), down]),
+  matmul('matmul_nt', square, 'e5m2/t', 'e4m3/t', 'f32', ofWeights),
   matmul('matmul_nn', { M: 2048, N: 128, K: 384 }, 'bf16', 'bf16', 'bf16', [...forward, down]),
-  matmul('matmul_nn', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
+  matmul('matmul_nn', square, 'f32', 'f32', 'f32'),
   matmul('matmul_tn', { M: 384, N: 128, K: 2048 }, 'bf16', 'bf16', 'bf16', ofWeights),
-  matmul('matmul_tn', { M: 1024, N: 1024, K: 1024 }, 'f32', 'f32', 'f32'),
+  matmul('matmul_tn', square, 'f32', 'f32', 'f32'),
+  // a gradient that leaves one linear layer for the next, and gradients of weights after the first micro-batch
+  matmul('matmul_nt', square, 'e5m2/t', 'e4m3/t', 'bf16', [...forward.slice(0, 1), down], { amax: 'f32' }),
+  matmul('matmul_nn', square, 'bf16', 'bf16', 'bf16', [...forward.slice(0, 1), down], { amax: 'f32' }),
+  matmul('matmul_nt', square, 'e4m3/t', 'e4m3/t', 'bf16', fewTokens.slice(-2), { amax: 'f32' }),
+  // a scale a run of 128 along K, and a block of weights
+  matmul('matmul_nt', square, 'e4m3/g128', 'e4m3/b128', 'bf16', [...forward, down, ...fewTokens.slice(-2)]),
+  matmul('matmul_nt', square, 'e4m3/g128', 'e4m3/b128', 'e4m3/g16', forward.slice(-1)),
+  matmul('matmul_nt', square, 'e4m3/g128', 'e4m3/g128', 'f32', ofWeights),
+  matmul('matmul_nt_into', square, 'e4m3/g128', 'e4m3/g128', 'f32', ofWeights),
+  matmul('matmul_nt_into', square, 'e5m2/t', 'e4m3/t', 'bf16', ofWeights),
+  matmul('matmul_nt_into', square, 'e5m2/t', 'e4m3/t', 'f32', ofWeights),
+  matmul('matmul_nn_into', square, 'bf16', 'bf16', 'f32', [...forward.slice(0, 1), down]),
+  matmul('matmul_tn_into', square, 'bf16', 'bf16', 'bf16', ofWeights),
+  matmul('matmul_tn_into', square, 'f32', 'f32', 'f32'),
   adamw('f32', { p: 'bf16', master: 'f32', g: 'bf16' }),
   adamw('e4m3/g128', { p: 'f32', g: 'bf16' }),
   adamw('e4m3/x128', { p: 'f32', g: 'bf16' }),

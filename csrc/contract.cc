@@ -287,6 +287,11 @@ void check_row_not_empty(const Tensor& x, const char* argument) {
   if (x.shape.cols() == 0) fail("shape", argument, argument, " ", text_of(x), " must have at least one column");
 }
 
+void check_apart(const char* argument, const Tensor& changed, const Tensor& read) {
+  if (changed.data == read.data && changed.shape.numel() > 0)
+    fail("value", argument, argument, " ", text_of(read), " must be another tensor than the one that is changed");
+}
+
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window) {
   if (T < 1) fail("value", "T", "T is ", T, " and must be at least 1");
   if (rows % T != 0) fail("value", "T", "T is ", T, " and must divide B*T = ", rows);

@@ -134,6 +134,8 @@ class Contract {
 
 // Rules of single ops that formats and letters cannot say. Both backends ask before they change anything.
 void check_row_not_empty(const Tensor& x, const char* argument = "x");
+// What is changed in place must not be what is read at the same time.
+void check_apart(const char* argument, const Tensor& changed, const Tensor& read);
 void check_heads(int64_t rows, int64_t T, int64_t H, int64_t J, int64_t window);
 void check_cached(int64_t M, int64_t T, int64_t H, int64_t J, int64_t first, int64_t window);
 void check_rotation(int64_t D, int64_t direction);

@@ -73,6 +73,13 @@ COAT_HD float scale_for(const Range& range) {
   return scale < kMinNormal ? kMinNormal : scale;
 }
 
+// The scale for a tensor of which only the largest |x| is known; NaN and Inf stand for the largest finite number.
+template <class Code>
+COAT_HD float scale_from_amax(float amax) {
+  const uint32_t a = bits_of(amax) & 0x7fffffffu;
+  return scale_for<Code>(Range{a < 0x7f800000u ? a : bits_of(kLargest), 0});
+}
+
 // ---- views: open(b) -> what load needs of block b; seal(b, range) -> what store needs; store = put what is scaled
 // ----
 
@@ -151,6 +158,13 @@ struct Runs : Scaled<Code, std::conditional_t<N == 16, uint16_t, float>> {
     }
     return {1.f / s};
   }
+};
+
+// One f32 scale a block of N x N of a matrix; the last ones of its rows and columns may be short.
+template <class Code, DType Type, int N>
+struct Blocks : Runs<Code, Type, N> {
+  static constexpr Format format() { return {Type, Scaling::block, N}; }
+  using Runs<Code, Type, N>::Runs;
 };
 
 // Dynamic range expansion (COAT section 3.2): x is stored as sign(x) * (|x| / centre)^k / scale, in runs of N over the
@@ -303,6 +317,7 @@ using E4M3G16 = Runs<E4M3, DType::e4m3, 16>;
 using E4M3G64 = Runs<E4M3, DType::e4m3, 64>;
 using E4M3G128 = Runs<E4M3, DType::e4m3, 128>;
 using E4M3G256 = Runs<E4M3, DType::e4m3, 256>;
+using E4M3B128 = Blocks<E4M3, DType::e4m3, 128>;
 using E4M3X64 = Expanded<E4M3, DType::e4m3, 64>;
 using E4M3X128 = Expanded<E4M3, DType::e4m3, 128>;
 using E4M3X256 = Expanded<E4M3, DType::e4m3, 256>;

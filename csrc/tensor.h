@@ -44,9 +44,10 @@ template <class... Parts>
 // d8, u8, d4, u4: codes of maps, of 8 or 4 bits, for signed and for positive numbers.
 enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, d8, u8, d4, u4, i32 };
 // none: plain values. tensor: one f32 scale (/t). run: a scale a run of n in a row (/gN; bf16 rounded up for n = 16,
-// else f32). flat: an f32 scale a run of n over the flat tensor (/gN of maps). expand: the same with exponent k and
-// centre (/xN). remainder: a second code an element, for what the first leaves (bf16x2).
-enum class Scaling : uint8_t { none, tensor, run, flat, expand, remainder };
+// else f32). block: an f32 scale a block of n x n of a matrix of rows() x cols() (/bN). flat: an f32 scale a run of n
+// over the flat tensor (/gN of maps). expand: the same with exponent k and centre (/xN). remainder: a second code an
+// element, for what the first leaves (bf16x2).
+enum class Scaling : uint8_t { none, tensor, run, block, flat, expand, remainder };
 
 struct Format {
   DType dtype = DType::f32;
@@ -70,6 +71,7 @@ inline constexpr struct {
     {"e4m3/g64", {DType::e4m3, Scaling::run, 64}},
     {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
     {"e4m3/g256", {DType::e4m3, Scaling::run, 256}},
+    {"e4m3/b128", {DType::e4m3, Scaling::block, 128}},
     {"e4m3/x64", {DType::e4m3, Scaling::expand, 64}},
     {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}},
     {"e4m3/x256", {DType::e4m3, Scaling::expand, 256}},
@@ -155,6 +157,8 @@ inline int64_t blocks_of(const Format& format, const Shape& shape) {
       return 1;
     case Scaling::run:
       return shape.rows() * ((shape.cols() + format.run - 1) / format.run);
+    case Scaling::block:
+      return ((shape.rows() + format.run - 1) / format.run) * ((shape.cols() + format.run - 1) / format.run);
     case Scaling::flat:
     case Scaling::expand:
       return (shape.numel() + format.run - 1) / format.run;

@@ -192,6 +192,10 @@ export class Param implements GradientSink, Disposable {
     this.onComplete?.()
   }
 
+  get held(): Tensor | null {
+    return this.grad?.exclusive ? this.grad : null
+  }
+
   dropGrad(): void {
     this.grad?.release()
     this.grad = null

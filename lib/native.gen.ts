@@ -4,17 +4,19 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
 
 export interface NativeOps {
   /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
   /** y = x in the format of y as convert makes it, but no positive value becomes the code of 0: the smallest positive code instead. For second moments, which are divided by. x […], scale [1], y […]. */
   convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
-  /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert. x [M, N], scale [1], y [N, M]. */
-  convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t'): Handle
+  /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert, except in runs, which lie in the rows of y. x [M, N], scale [1], y [N, M]. */
+  convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g128' | 'e4m3/b128'): Handle
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
   amax(x: Handle): Handle
+  /** scale = the one that convert measures for y in this format where the largest |y| is amax; where that is NaN or Inf, the one for the largest finite number. amax [1], scale [1]. */
+  scale_from_amax(amax: Handle, format: 'e4m3/t' | 'e5m2/t'): Handle
   /** y = the scale stored in x. x […], y [1]. */
   scale_of(x: Handle): Handle
   /** y = a + b, summed in FP32; twin = the same FP32 sum, quantized. a […], b […], y […], twin […]. */
@@ -67,12 +69,18 @@ export interface NativeOps {
   cross_entropy_forward(logits: Handle, targets: Handle, ignore: number, weight: number): [loss: Handle, lse: Handle]
   /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], dx [M, V]. */
   cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, dx: 'f32' | 'bf16', ignore: number, weight: number): Handle
-  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits; y is rounded once. a [M, K], b [N, K], bias [N], y [M, N]. */
-  matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16'): Handle
-  /** y = a b. a [M, K], b [K, N], y [M, N]. */
-  matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
-  /** y = a^T b. a [K, M], b [K, N], y [M, N]. */
-  matmul_tn(a: Handle, b: Handle, y: 'f32' | 'bf16'): Handle
+  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
+  matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
+  /** y = a b; amax as in matmul_nt. a [M, K], b [K, N], y [M, N], amax [1]. */
+  matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
+  /** y = a^T b; amax as in matmul_nt. a [K, M], b [K, N], y [M, N], amax [1]. */
+  matmul_tn(a: Handle, b: Handle, y: 'f32' | 'bf16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
+  /** y = y + a b^T, summed in FP32 and rounded once. y [M, N], a [M, K], b [N, K]. */
+  matmul_nt_into(y: Handle, a: Handle, b: Handle): void
+  /** y = y + a b, summed in FP32 and rounded once. y [M, N], a [M, K], b [K, N]. */
+  matmul_nn_into(y: Handle, a: Handle, b: Handle): void
+  /** y = y + a^T b, summed in FP32 and rounded once. y [M, N], a [K, M], b [K, N]. */
+  matmul_tn_into(y: Handle, a: Handle, b: Handle): void
   /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats; with v_floor no positive v is stored as 0. master, when given, is the FP32 parameter and p its rounded copy. A bf16 p is rounded to nearest, or up with the probability of what is left over (stochastic: the bits of seed, the index in the list and the element), or to nearest with what that lost kept in lost and added back before the next update (kahan). p […], master […], lost […], g […], m […], v […], clip [2]. */
   adamw(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], v: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, eps: number, weight_decay: number, correct1: number, correct2: number, v_floor: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
   /** Lion on a list of parameters: p -= lr (p weight_decay + sign(beta1 m + gain1 g)) with sign(0) = 0, then m = beta2 m + gain2 g; clip, master, lost and rounding as in adamw. p […], master […], lost […], g […], m […], clip [2]. */

@@ -26,11 +26,12 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
   return inputs.some((input) => input?.requiresGrad) ? Tape.current : null
 }
 
-/** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so; scales are per tensor. */
+/** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so. */
 export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
-  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y), formats.y)
+  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
+  if (isScaled(formats.dy)) y.gradientFormat = formats.dy
   w.dropTwins()
   recordedBy(x, w, b)?.push('linear', [x, w, ...(b ? [b] : [])], y, [xq, w], (dy, [xq, w]) => {
     if (!xq || !w) return []
@@ -38,23 +39,28 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
     const scaled = isScaled(formats.dy)
     let dx: Tensor | null = null
     if (x.requiresGrad) {
-      const product = scaled
-        ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx)
-        : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx)
+      const wanted = x.gradientFormat ? 'f32' : null
+      const [product, amax] = scaled
+        ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)
+        : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx, wanted)
       dx = Tensor.own(product, formats.dx)
+      if (amax !== null) dx.adoptAmax(amax)
       w.dropTwins()
     }
     let dw: Tensor | null = null
     if (w.requiresGrad) {
-      const product = scaled
-        ? native.matmul_nt(
-            dyq.as(formats.dy, { transposed: true }).handle,
-            xq.as(formats.x, { transposed: true }).handle,
-            null,
-            formats.dw,
-          )
-        : native.matmul_tn(dyq.handle, xq.handle, formats.dw)
-      dw = Tensor.own(product, formats.dw)
+      const left = scaled ? dy.as(formats.dy, { transposed: true }).handle : dyq.handle
+      const right = scaled ? xq.as(formats.x, { transposed: true }).handle : xq.handle
+      const held = w.sink?.held
+      if (held) {
+        const add = scaled ? native.matmul_nt_into : native.matmul_tn_into
+        add(held.handle, left, right)
+      } else {
+        const [product] = scaled
+          ? native.matmul_nt(left, right, null, formats.dw, null)
+          : native.matmul_tn(left, right, formats.dw, null)
+        dw = Tensor.own(product, formats.dw)
+      }
     }
     const db = b?.requiresGrad ? Tensor.own(native.column_sum(dy.as(formats.dx).handle, formats.dw)) : null
     return [dx, dw, db]
@@ -470,17 +476,19 @@ export function linearCrossEntropy(
   const tape = recordedBy(x, w)
   const [loss, dx, dw] = scope(() => {
     const one = tape ? Tensor.from([1], [1], { device: x.device }) : null
-    const part = (from: number, R: number) => lossOfRows(x, w, targets, weight, { format, dw: dwFormat }, one, from, R)
+    const part = (from: number, R: number, held: Tensor | null = null) =>
+      lossOfRows(x, w, targets, weight, { format, dw: dwFormat }, one, from, R, held)
     if (M <= rows) return part(0, M)
     const dx = tape && x.requiresGrad ? Tensor.own(native.make(format, [M, N], x.device, 'temp')) : null
     let loss: Tensor | null = null
     let dw: Tensor | null = null
     for (let from = 0; from < M; from += rows) {
-      const [lossPart, dxPart, dwPart] = scope(() => part(from, Math.min(rows, M - from)))
+      const [lossPart, dxPart, dwPart] = scope(() => part(from, Math.min(rows, M - from), dw))
       if (dx && dxPart) native.place_rows(dx.handle, dxPart.handle, from)
       dxPart?.dispose()
-      loss = added(loss, lossPart)
-      dw = dwPart && added(dw, dwPart)
+      dw ??= dwPart
+      if (loss) native.add_into(loss.handle, lossPart.handle)
+      loss ??= lossPart
     }
     return [loss as unknown as Tensor, dx, dw]
   })
@@ -502,7 +510,10 @@ export function linearCrossEntropy(
   return loss
 }
 
-/** Loss of R rows, the first of them row `from`, and with `one` the gradients of x and w that are wanted. */
+/**
+ * Loss of R rows, the first of them row `from`, and with `one` the gradients of x and w that are wanted; that of w is added to
+ * `held`, if it is given.
+ */
 function lossOfRows(
   x: Tensor,
   w: Tensor,
@@ -512,13 +523,14 @@ function lossOfRows(
   one: Tensor | null,
   from: number,
   R: number,
+  held: Tensor | null,
 ): [loss: Tensor, dx: Tensor | null, dw: Tensor | null] {
   const whole = R === x.shape[0]
   const xs = x.as(format)
   const ws = w.as(format)
   const xr = whole ? xs : Tensor.own(native.slice_rows(xs.handle, format, from, R))
   const ids = whole ? targets : Tensor.own(native.slice(targets.handle, 'i32', from, R))
-  const logits = Tensor.own(native.matmul_nt(xr.handle, ws.handle, null, format))
+  const logits = Tensor.own(native.matmul_nt(xr.handle, ws.handle, null, format, null)[0])
   const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, ignoreIndex, weight)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
@@ -527,17 +539,7 @@ function lossOfRows(
   const d = native.cross_entropy_backward(...given, format, ignoreIndex, weight)
   logits.dispose()
   Tensor.own(d)
-  return [
-    loss,
-    x.requiresGrad ? Tensor.own(native.matmul_nn(d, ws.handle, format)) : null,
-    w.requiresGrad ? Tensor.own(native.matmul_tn(d, xr.handle, dw)) : null,
-  ]
-}
-
-// The sum, in place of the first; the second is freed.
-function added(sum: Tensor | null, part: Tensor): Tensor {
-  if (!sum) return part
-  native.add_into(sum.handle, part.handle)
-  part.dispose()
-  return sum
+  const dx = x.requiresGrad ? Tensor.own(native.matmul_nn(d, ws.handle, format, null)[0]) : null
+  if (held) native.matmul_tn_into(held.handle, d, xr.handle)
+  return [loss, dx, w.requiresGrad && !held ? Tensor.own(native.matmul_tn(d, xr.handle, dw, null)[0]) : null]
 }

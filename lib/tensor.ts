@@ -10,7 +10,7 @@ import {
   type TensorInfo,
 } from './native.ts'
 
-/** A format word: `dtype[/t | /gN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
+/** A format word: `dtype[/t | /gN | /bN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
 export type Format = AnyFormat
 /** Formats of numbers, as against ids. */
 export type FloatFormat = Exclude<Format, 'i32'>
@@ -98,6 +98,8 @@ export interface GradientSink {
   accumulate(gradient: Tensor): void
   /** Backward has no more gradients for it, and reads its tensor no more. */
   complete?(): void
+  /** A gradient that it has and nobody else holds: an op may add to it in place instead of making another. */
+  readonly held?: Tensor | null
 }
 
 /** How backward makes a `/t` tensor again instead of keeping it: in one pass from `sources` and its scale, in the same bits. */
@@ -147,6 +149,8 @@ export class Tensor implements Disposable {
   remake: Remake | null = null
   /** Holds its scale. */
   foretold: Foretold | null = null
+  /** The scaled format in which the op that made this tensor will read its gradient. */
+  gradientFormat: Format | null = null
   /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
   keepsScale = false
   /** Keeps all twins until the tensor changes or this is turned off. */
@@ -159,6 +163,7 @@ export class Tensor implements Disposable {
   #freed = false
   #twins = new Map<string, Twin>()
   #scales = new Map<Format, Twin>()
+  #amax: Twin | null = null
 
   #info: TensorInfo | null = null
   #format: Format | null
@@ -244,6 +249,10 @@ export class Tensor implements Disposable {
     }
   }
 
+  static #retain(handle: Handle): Tensor {
+    return new Tensor(handle, 'f32').retain()
+  }
+
   get numel(): number {
     return this.shape.reduce((product, size) => product * size, 1)
   }
@@ -257,7 +266,8 @@ export class Tensor implements Disposable {
 
   /**
    * This tensor in another format, made once and shared by all who ask; it dies with this tensor, or when this tensor
-   * changes. `transposed`: [M, N] becomes [N, M]. A `/t` twin and its transpose share one scale, hence their codes.
+   * changes. `transposed`: [M, N] becomes [N, M]. A `/t` twin and its transpose share one scale, hence their codes; it is
+   * measured, unless the tensor carries its largest magnitude.
    */
   as(format: FloatFormat, options: { transposed?: boolean } = {}): Tensor {
     const transposed = options.transposed ?? false
@@ -272,16 +282,13 @@ export class Tensor implements Disposable {
     if (!transposed) {
       handle = native.convert(this.handle, scale, format)
     } else {
-      const straight = this.#twins.get(format)
+      const straight = format.endsWith('/t') ? this.#twins.get(format) : undefined // runs are made anew, from exact values
       const source = straight?.version === version ? straight.tensor : this
       handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
     }
     const twin = this.adoptTwin(handle, format, key, version)
-    if (this.keepsScale && scale === null && format.endsWith('/t')) {
-      const kept = new Tensor(native.scale_of(twin.handle), 'f32')
-      kept.#retained = 1
-      this.#scales.set(format, { tensor: kept, version })
-    }
+    if (this.keepsScale && scale === null && format.endsWith('/t'))
+      this.#scales.set(format, { tensor: Tensor.#retain(native.scale_of(twin.handle)), version })
     return twin
   }
 
@@ -291,6 +298,12 @@ export class Tensor implements Disposable {
     tensor.#source = this
     this.#twins.set(key, { tensor, version })
     return tensor
+  }
+
+  /** Takes the largest |x| of this tensor, f32 [1], from a producer that knows it: the scale of a `/t` twin. */
+  adoptAmax(handle: Handle): void {
+    this.#amax?.tensor.release()
+    this.#amax = { tensor: Tensor.#retain(handle), version: native.version(this.handle) }
   }
 
   /** The tensor of which this one is a twin. */
@@ -411,6 +424,8 @@ export class Tensor implements Disposable {
     this.dropTwins()
     for (const { tensor } of this.#scales.values()) tensor.release()
     this.#scales.clear()
+    this.#amax?.tensor.release()
+    this.#amax = null
     this.remake?.scale.release()
     this.foretold?.scale.release()
     this.remake = null
@@ -429,11 +444,13 @@ export class Tensor implements Disposable {
   }
   #scaleOf(format: Format, version: number): Handle | null {
     const kept = this.#scales.get(format)
-    if (!kept) return null
-    if (kept.version === version) return kept.tensor.handle
+    if (kept?.version === version) return kept.tensor.handle
     this.#scales.delete(format)
-    kept.tensor.release()
-    return null
+    kept?.tensor.release()
+    if (this.#amax?.version !== version || (format !== 'e4m3/t' && format !== 'e5m2/t')) return null
+    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format))
+    this.#scales.set(format, { tensor, version })
+    return tensor.handle
   }
 }
 

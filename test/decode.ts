@@ -96,9 +96,10 @@ export function decode(format: AnyFormat, shape: Shape, bytes: Uint8Array): Stor
   const run = Number(scaling.slice(1))
   const runs = Math.ceil(cols / run)
   const flat = scaling[0] === 'x' || isMap(kind)
+  const down = scaling[0] === 'b' ? run : 1 // rows that share scales
   const blockOf = (i: number) =>
-    scaling === 't' ? 0 : flat ? Math.floor(i / run) : Math.floor(i / cols) * runs + Math.floor((i % cols) / run)
-  const count = scaling === 't' ? 1 : flat ? Math.ceil(n / run) : n === 0 ? 0 : (n / cols) * runs
+    scaling === 't' ? 0 : flat ? Math.floor(i / run) : Math.floor(i / cols / down) * runs + Math.floor((i % cols) / run)
+  const count = scaling === 't' ? 1 : flat ? Math.ceil(n / run) : n === 0 ? 0 : Math.ceil(n / cols / down) * runs
   const { bits } = isMap(kind) ? maps[kind] : kinds[kind]
   const length = Math.ceil((n * bits) / 8)
   const numbers = plainValues(format.endsWith('g16') ? 'bf16' : 'f32', 0, bytes.slice(aligned(length)))

@@ -46,7 +46,7 @@ describe.skipIf(!present('cuda'))('cuda', () => {
   // with COAT_SYNC=1 the ops themselves wait
   it.skipIf(process.env.COAT_SYNC === '1')('leaves the event loop free while a read waits', async () => {
     const x = native.random_normal('f32', 2048, 2048, 0, 1, 1, 'cuda')
-    for (let i = 0; i < 200; i++) native.free(native.matmul_nt(x, x, null, 'f32'))
+    for (let i = 0; i < 200; i++) native.free(native.matmul_nt(x, x, null, 'f32', null)[0])
     let turns = 0
     let waiting = true
     const count = (): void => {
@@ -128,7 +128,7 @@ describe.skipIf(!present('cuda'))('cuda', () => {
       const { parentPort, workerData } = require('node:worker_threads')
       const native = require(${JSON.stringify(addon)})(${JSON.stringify(root)})
       const x = native.random_normal('bf16', 256, 256, 0, 1, workerData, 'cuda')
-      const step = () => native.free(native.matmul_nt(x, x, null, 'bf16'))
+      const step = () => native.free(native.matmul_nt(x, x, null, 'bf16', null)[0])
       for (let i = 0; i < 50; i++) step()
       native.read(x).then((bytes) => {
         parentPort.postMessage(bytes.byteLength)

@@ -39,15 +39,19 @@ describe('finetune', () => {
   const there = existsSync(join(stories, 'config.json'))
   if (!there) console.warn(`stories260k skipped: ${stories} is not there (set COAT_TEST_DATA)`)
 
-  it.skipIf(!there)('coat ends within 0.5 % of bf16 on text, and both learn to answer', { timeout: 600_000 }, async () => {
-    const said: string[] = []
-    const bf16 = await finetune(stories, 'bf16', 100, (text) => said.push(text))
-    const coat = await finetune(stories, 'coat', 100, (text) => said.push(text))
-    for (const { text, chat } of [bf16, coat]) {
-      expect(text[1]).toBeLessThan(text[0] - 0.6)
-      expect(chat[1]).toBeLessThan(chat[0] - 0.05)
-    }
-    expect(coat.text[1] / bf16.text[1], said.join('\n')).toBeLessThan(1.005)
-    expect(coat.text[1] / bf16.text[1], said.join('\n')).toBeGreaterThan(0.995)
-  })
+  it.skipIf(!there)(
+    'coat ends within 0.5 % of bf16 on text, and both learn to answer',
+    { timeout: 600_000 },
+    async () => {
+      const said: string[] = []
+      const bf16 = await finetune(stories, 'bf16', 100, (text) => said.push(text))
+      const coat = await finetune(stories, 'coat', 100, (text) => said.push(text))
+      for (const { text, chat } of [bf16, coat]) {
+        expect(text[1]).toBeLessThan(text[0] - 0.6)
+        expect(chat[1]).toBeLessThan(chat[0] - 0.05)
+      }
+      expect(coat.text[1] / bf16.text[1], said.join('\n')).toBeLessThan(1.005)
+      expect(coat.text[1] / bf16.text[1], said.join('\n')).toBeGreaterThan(0.995)
+    },
+  )
 })

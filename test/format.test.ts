@@ -7,7 +7,17 @@ import { bytesOf, own, read, stored, tensor } from './harness.ts'
 import { Random } from './values.ts'
 
 const scaled = [
-  ...(['e4m3/t', 'e4m3/g16', 'e4m3/g64', 'e4m3/g128', 'e4m3/g256', 'e4m3/x64', 'e4m3/x128', 'e4m3/x256'] as const),
+  ...([
+    'e4m3/t',
+    'e4m3/g16',
+    'e4m3/g64',
+    'e4m3/g128',
+    'e4m3/g256',
+    'e4m3/b128',
+    'e4m3/x64',
+    'e4m3/x128',
+    'e4m3/x256',
+  ] as const),
   ...(['e5m2/t', 'e5m2/g128', 'e5m2/x128', 'f16/t'] as const),
 ]
 const codes = Array.from({ length: 256 }, (_, code) => code)
@@ -28,6 +38,42 @@ async function encode(format: 'e4m3/t' | 'e5m2/t', values: readonly number[]): P
 async function decoded(handle: number): Promise<number[]> {
   return await read(own(native.convert(handle, null, 'f32')))
 }
+
+describe('e4m3/b128', () => {
+  it('has a scale a block of 128 x 128, short ones at the ends, and no block changes another', async () => {
+    const [M, N] = [300, 150]
+    const value = (m: number, n: number) => Math.sin(m * N + n) * 10 ** ((m >> 7) - (n >> 7))
+    const make = (change: (i: number) => number) =>
+      stored(
+        tensor(
+          'e4m3/b128',
+          [M, N],
+          Float32Array.from({ length: M * N }, (_, i) => value(Math.floor(i / N), i % N) * change(i)),
+        ),
+      )
+    const { blocks, codes } = await make(() => 1)
+    expect(blocks.length).toBe(6)
+    for (const [b, { scale }] of blocks.entries()) {
+      let most = 0
+      for (let m = (b >> 1) * 128; m < Math.min(M, (b >> 1) * 128 + 128); m++)
+        for (let n = (b % 2) * 128; n < Math.min(N, (b % 2) * 128 + 128); n++)
+          most = Math.max(most, Math.abs(Math.fround(value(m, n))))
+      expect(scale).toBe(Math.fround(most / 448))
+    }
+    const other = await make((i) => (i === 130 * N + 3 ? 1e6 : 1)) // in block 2
+    expect(other.blocks.map(({ scale }, b) => scale === blocks[b]?.scale)).toEqual([
+      true,
+      true,
+      false,
+      true,
+      true,
+      true,
+    ])
+    other.codes.forEach((code, i) => {
+      if (other.blockOf(i) !== 2) expect(code).toBe(codes[i])
+    })
+  })
+})
 
 describe.each([
   ['e4m3', 0x7e, 254, [0x7f, 0xff]],

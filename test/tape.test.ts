@@ -1,11 +1,12 @@
 // The tape and the modules on it: gradients against differences, what is kept, what is made again, no leaks.
-import { describe, expect, it } from 'vitest'
+import { describe, expect, it, vi } from 'vitest'
 import {
   Block,
   build,
   memory,
   noGrad,
   ops,
+  Param,
   type Recipe,
   type RecipeName,
   recipes,
@@ -89,6 +90,105 @@ function targetsOf(hidden: number): Tensor {
     [M],
   )
 }
+
+describe('linear', () => {
+  const fp8 = { x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', y: 'bf16', dx: 'bf16', dw: 'bf16' } as const
+  const plain = { x: 'bf16', w: 'bf16', dy: 'bf16', y: 'bf16', dx: 'bf16', dw: 'bf16' } as const
+  const K = 24
+
+  it('multiplies runs by blocks and runs by runs: gradients near those of f32', async () => {
+    const blocks = { ...fp8, x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', y: 'f32', dx: 'f32', dw: 'f32' } as const
+    const exact = { x: 'f32', w: 'f32', dy: 'f32', y: 'f32', dx: 'f32', dw: 'f32' } as const
+    const [rows, inputs, outputs] = [140, 150, 135]
+    using targets = Tensor.from(
+      Int32Array.from({ length: rows }, (_, i) => (i * 7) % outputs),
+      [rows],
+    )
+    const results: Float32Array[][] = []
+    for (const formats of [blocks, exact]) {
+      using x = new Leaf(noise(rows * inputs, 1), [rows, inputs], 'f32')
+      using w = new Leaf(noise(outputs * inputs, 2, 0.1), [outputs, inputs], 'f32')
+      using tape = new Tape()
+      using loss = tape.record(() =>
+        scope(() => ops.crossEntropy(ops.linear(x.tensor, w.tensor, null, formats), targets, 1)),
+      )
+      tape.backward(loss)
+      const read = [x.gradient, w.gradient].map((gradient) => gradient?.read())
+      results.push((await Promise.all(read)) as Float32Array[])
+    }
+    const [found = [], wanted = []] = results
+    found.forEach((gradient, i) => {
+      const other = wanted[i] as Float32Array
+      const norm = (f: (j: number) => number) => Math.hypot(...gradient.map((_, j) => f(j)))
+      const error = norm((j) => (gradient[j] as number) - (other[j] as number)) / norm((j) => other[j] as number)
+      expect(error).toBeGreaterThan(0)
+      expect(error).toBeLessThan(0.06)
+    })
+  })
+
+  it('quantizes the gradient of the next one by the amax that its product left, to the same bits', async () => {
+    using x = new Leaf(noise(M * K, 1), [M, K], 'bf16')
+    using first = new Leaf(noise(K * K, 2, 0.3), [K, K], 'bf16')
+    using second = new Leaf(noise(K * K, 3, 0.3), [K, K], 'bf16')
+    using targets = targetsOf(K)
+    const scales = vi.spyOn(native, 'scale_from_amax')
+    const gradients = []
+    for (const measured of [false, true]) {
+      using tape = new Tape()
+      using loss = tape.record(() =>
+        scope(() => {
+          const middle = ops.linear(x.tensor, first.tensor, null, fp8)
+          if (measured) middle.gradientFormat = null
+          return ops.crossEntropy(ops.linear(middle, second.tensor, null, fp8), targets, 1 / M)
+        }),
+      )
+      tape.backward(loss)
+      expect(scales).toHaveBeenCalledTimes(1)
+      gradients.push(await Promise.all([x, first, second].map(({ gradient }) => gradient?.readBytes())))
+      for (const leaf of [x, first, second]) {
+        leaf.gradient?.release()
+        leaf.gradient = null
+      }
+    }
+    scales.mockRestore()
+    expect(gradients[0]).toEqual(gradients[1])
+  })
+
+  it.each([
+    ['fp8', fp8],
+    ['bf16', plain],
+  ] as const)('adds to the gradient that a parameter holds in place: %s', async (_, formats) => {
+    using w = new Param(build({ recipe: 'bf16' }), 'w', {
+      shape: [K, K],
+      format: 'f32',
+      init: { std: 0.3 },
+      decay: true,
+    })
+    using targets = targetsOf(K)
+    const made = async (seeds: readonly number[]) => {
+      w.dropGrad()
+      const held = new Set<unknown>()
+      for (const seed of seeds) {
+        using tape = new Tape()
+        using x = Tensor.from(noise(M * K, seed), [M, K], { format: 'bf16' })
+        using loss = tape.record(() =>
+          scope(() => ops.crossEntropy(ops.linear(x, w.tensor, null, formats), targets, 1 / M)),
+        )
+        tape.backward(loss)
+        held.add(w.grad)
+      }
+      expect(held.size).toBe(1)
+      return [...((await (w.grad as Tensor).read()) as Float32Array)]
+    }
+    const [one, two, both] = [await made([1]), await made([2]), await made([1, 2])]
+    both.forEach((sum, i) => {
+      const parts = (one[i] as number) + (two[i] as number)
+      // one rounding of the sum, and that of the second part, which was not rounded
+      expect(Math.abs(sum - parts)).toBeLessThanOrEqual(2 ** -8 * (Math.abs(parts) + Math.abs(two[i] as number)))
+    })
+    expect(both).not.toEqual(one)
+  })
+})
 
 describe('gradients of a block are those of central differences', () => {
   it.each(Object.entries(variants))('%s', async (_, sizes) => {

@@ -25,6 +25,7 @@ it('reads back what was written, in every format', async () => {
     'e5m2/t',
     'e4m3/g16',
     'e4m3/g128',
+    'e4m3/b128',
     'e4m3/x128',
     'e5m2/g128',
     'e5m2/x128',
@@ -55,6 +56,27 @@ it('transposes a quantized twin with the codes of the straight one', async () =>
   const turned = await x.as('e4m3/t', { transposed: true }).readBytes()
   for (let m = 0; m < 3; m++) for (let n = 0; n < 16; n++) expect(turned[n * 3 + m]).toBe(straight[m * 16 + n])
   expect(turned.slice(48)).toEqual(straight.slice(48))
+})
+
+it('takes scales from an amax that it carries, until it changes', async () => {
+  const plain = Tensor.from(values, [3, 16])
+  using x = Tensor.from(values, [3, 16])
+  x.adoptAmax(native.amax(x.handle))
+  for (const format of ['e5m2/t', 'e4m3/t'] as const)
+    for (const transposed of [true, false])
+      expect(await x.as(format, { transposed }).readBytes()).toEqual(await plain.as(format, { transposed }).readBytes())
+  // one that is too large leaves its mark
+  using four = Tensor.from([4 * 448], [1])
+  x.adoptAmax(native.amax(four.handle))
+  x.dropTwins()
+  native.add_into(x.handle, x.handle)
+  native.add_into(plain.handle, plain.handle)
+  expect(await x.as('e4m3/t').readBytes()).toEqual(await plain.as('e4m3/t').readBytes())
+  x.adoptAmax(native.amax(four.handle))
+  x.dropTwins()
+  const twin = x.as('e5m2/t', { transposed: true })
+  expect(new Float32Array((await twin.readBytes()).slice(-4).buffer)).toEqual(Float32Array.of((4 * 448) / 57344))
+  plain.dispose()
 })
 
 it('makes twins again after the tensor changed in place', async () => {

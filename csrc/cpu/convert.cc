@@ -17,12 +17,35 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y, bool floo
       y, scale, rows, cols, kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
 }
 
+// Block by block: each is read whole before its scale is known. read_rows(m0, m1, n0, n1, out): these rows and columns.
+template <class Read>
+void write_blocks(const Tensor& y, Read&& read_rows) {
+  const E4M3B128 view(y);
+  constexpr int64_t kSide = E4M3B128::run;
+  const int64_t M = y.shape.rows(), N = y.shape.cols(), across = (N + kSide - 1) / kSide;
+  parallel(blocks_of(y.format, y.shape), 1, [&](int64_t b, int64_t) {
+    const int64_t m0 = b / across * kSide, m1 = std::min(M, m0 + kSide);
+    const int64_t n0 = b % across * kSide, n1 = std::min(N, n0 + kSide), width = n1 - n0;
+    std::vector<float> values((m1 - m0) * width);
+    read_rows(m0, m1, n0, n1, values.data());
+    Range range;
+    for (const float value : values) range.add(value);
+    const auto sealed = view.seal(b, range);
+    for (int64_t m = m0; m < m1; ++m)
+      for (int64_t n = n0; n < n1; ++n) view.store(m * N + n, sealed, values[(m - m0) * width + n - n0]);
+  });
+}
+
 }  // namespace
 
 void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale)
     std::memcpy(y.data, x.data, bytes_of(x.format, x.shape));
+  else if (y.format.scaling == Scaling::block)
+    write_blocks(y, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1, float* out) {
+      for (const int64_t N = y.shape.cols(); m0 < m1; ++m0, out += n1 - n0) read(x, m0 * N + n0, m0 * N + n1, out);
+    });
   else
     requantize(x, args.scale, y, false);
 }
@@ -31,7 +54,7 @@ void convert_floored(const convert_floored_args& args) { requantize(args.x, args
 
 namespace {
 
-constexpr int64_t kTile = 64;
+constexpr int64_t kTile = 128;  // whole runs
 
 // f(m0, m1, n0, n1) for the tiles of [M, N].
 template <class F>
@@ -61,7 +84,20 @@ void move_transposed(const Code* x, Code* y, int64_t M, int64_t N) {
 void convert_transposed(const convert_transposed_args& args) {
   const Tensor &x = args.x, &y = args.y;
   const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
-  if (x.format == y.format && !args.scale) {
+  if (x.format == y.format && x.format.scaling == Scaling::block) {
+    const int64_t down = (M + x.format.run - 1) / x.format.run, across = (N + x.format.run - 1) / x.format.run;
+    move_transposed(x.scales<uint32_t>(), y.scales<uint32_t>(), down, across);
+    return move_transposed(x.data, y.data, M, N);
+  }
+  if (y.format.scaling == Scaling::block)
+    return write_blocks(y, [&](int64_t n0, int64_t n1, int64_t m0, int64_t m1, float* out) {
+      std::vector<float> row(n1 - n0);
+      for (int64_t m = m0; m < m1; ++m) {
+        read(x, m * N + n0, m * N + n1, row.data());
+        for (int64_t n = 0; n < n1 - n0; ++n) out[n * (m1 - m0) + m - m0] = row[n];
+      }
+    });
+  if (x.format == y.format && x.format.run == 0 && !args.scale) {
     if (x.format.dtype == DType::f32) return move_transposed(x.as<uint32_t>(), y.as<uint32_t>(), M, N);
     if (x.format.dtype == DType::bf16) return move_transposed(x.as<uint16_t>(), y.as<uint16_t>(), M, N);
     *y.scales<float>() = *x.scales<float>();

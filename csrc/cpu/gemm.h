@@ -8,7 +8,7 @@
 #include <memory>
 #include <new>
 
-#include "../format.h"
+#include "rows.h"
 
 namespace coat::cpu {
 
@@ -44,10 +44,12 @@ inline void decode_as(const Tensor& x, int64_t i, int64_t n, float* __restrict o
   for (int64_t j = 0; j < n; ++j) out[j] = Code::decode(codes[j].code);
 }
 
-// out[j] = code i + j of x, without its scale: exact in f32. Not inlined: where GCC sees a bound of n it copies f32 by
+// out[j] = code i + j of x, without the scale of a whole tensor, hence exact in f32, but times those of runs and
+// blocks. Not inlined: where GCC sees a bound of n it copies f32 by
 // `rep movs`, which is slow for short runs.
 [[gnu::noinline]] inline void decode(const Tensor& x, int64_t i, int64_t n, float* out) {
   if (n <= 0) return;
+  if (x.format.run != 0) return read(x, i, i + n, out);
   switch (x.format.dtype) {
     case DType::f32:
       std::memcpy(out, x.as<float>() + i, static_cast<size_t>(n) * sizeof(float));

@@ -1,4 +1,5 @@
 // matmul: y = a b^T, a b and a^T b from blocks packed as f32; a block of y a task.
+#include "../contract.h"
 #include "../ops.h"
 #include "gemm.h"
 #include "parallel.h"
@@ -22,6 +23,8 @@ struct Product {
   int64_t M, N, K;
   Tensor y;
   float scale = 1.f;
+  bool into = false;                      // the product is added to what y holds
+  std::atomic<uint32_t>* amax = nullptr;  // the bits of the largest |y|
   const float* bias = nullptr;
 };
 
@@ -37,6 +40,10 @@ void finish(const Product& p, const float* sums, int64_t m, int64_t n) {
   const Y y(p.y);
   const int rows = static_cast<int>(std::min<int64_t>(kTileRows, p.M - m));
   const int cols = static_cast<int>(std::min<int64_t>(kTileCols, p.N - n));
+  if constexpr (Y::run == 0)
+    if (p.into)
+      for (int r = 0; r < rows; ++r)
+        for (int c = 0; c < cols; ++c) x[r * kTileCols + c] = y.load((m + r) * p.N + n + c, {}) + x[r * kTileCols + c];
   typename Y::Sealed sealed[kTile]{};
   if constexpr (Y::run == kTileCols) {
     Range each[kTile];
@@ -53,6 +60,13 @@ void finish(const Product& p, const float* sums, int64_t m, int64_t n) {
   Y tile = y;
   tile.codes = codes;
   for (int i = 0; i < kTile; ++i) tile.store(i, sealed[i], x[i]);
+  if constexpr (Y::run == 0)
+    if (p.amax) {
+      uint32_t most = 0;
+      for (int r = 0; r < rows; ++r)
+        for (int c = 0; c < cols; ++c) most = std::max(most, bits_of(tile.load(r * kTileCols + c, {})) & 0x7fffffffu);
+      raise(*p.amax, most);
+    }
   auto* to = y.codes + m * p.N + n;
   for (int r = 0; r < rows; ++r, to += p.N) {
     if (cols == kTileCols)
@@ -106,8 +120,8 @@ void make_block(const Product& p, const Depth& depth, const float* packed, int64
   }
 }
 
-void multiply(const Product& p, const Tensor& bias) {
-  if (p.M == 0 || p.N == 0) return;
+void make(const Product& p, const Tensor& bias) {
+  if (p.M == 0 || p.N == 0 || (p.into && p.K == 0)) return;
   Product product = p;
   if (bias) {
     float* values = scratch<Bias>(round_up(p.N, kTileCols));
@@ -145,24 +159,38 @@ void multiply(const Product& p, const Tensor& bias) {
   }
 }
 
+enum class Form { nt, nn, tn };  // y = a b^T, a b, a^T b
+
 float scale_of(const Tensor& x) { return x.format.scaling == Scaling::tensor ? *x.scales<float>() : 1.f; }
+
+template <class Args>
+void multiply(Form form, const Args& args) {
+  const int64_t M = args.y.shape.dims[0], N = args.y.shape.dims[1], K = args.a.shape.dims[form == Form::tn ? 0 : 1];
+  const bool across_a = form == Form::tn, across_b = form != Form::nt;
+  std::atomic<uint32_t> most{0};
+  Product p{{args.a, across_a, 0, across_a ? M : K}, {args.b, across_b, 0, across_b ? N : K}, M, N, K, args.y};
+  p.scale = scale_of(args.a) * scale_of(args.b);
+  Tensor bias;
+  if constexpr (requires { args.bias; }) bias = args.bias;
+  if constexpr (requires { args.amax; }) {
+    if (args.amax) p.amax = &most;
+    make(p, bias);
+    if (args.amax) *args.amax.template as<float>() = float_of(most);
+  } else {
+    check_apart("a", args.y, args.a);
+    check_apart("b", args.y, args.b);
+    p.into = true;
+    make(p, bias);
+  }
+}
 
 }  // namespace
 
-void matmul_nt(const matmul_nt_args& args) {
-  const int64_t M = args.a.shape.dims[0], K = args.a.shape.dims[1], N = args.b.shape.dims[0];
-  multiply({{args.a, false, 0, K}, {args.b, false, 0, K}, M, N, K, args.y, scale_of(args.a) * scale_of(args.b)},
-           args.bias);
-}
-
-void matmul_nn(const matmul_nn_args& args) {
-  const int64_t M = args.a.shape.dims[0], K = args.a.shape.dims[1], N = args.b.shape.dims[1];
-  multiply({{args.a, false, 0, K}, {args.b, true, 0, N}, M, N, K, args.y}, {});
-}
-
-void matmul_tn(const matmul_tn_args& args) {
-  const int64_t M = args.a.shape.dims[1], K = args.a.shape.dims[0], N = args.b.shape.dims[1];
-  multiply({{args.a, true, 0, M}, {args.b, true, 0, N}, M, N, K, args.y}, {});
-}
+void matmul_nt(const matmul_nt_args& args) { multiply(Form::nt, args); }
+void matmul_nn(const matmul_nn_args& args) { multiply(Form::nn, args); }
+void matmul_tn(const matmul_tn_args& args) { multiply(Form::tn, args); }
+void matmul_nt_into(const matmul_nt_into_args& args) { multiply(Form::nt, args); }
+void matmul_nn_into(const matmul_nn_into_args& args) { multiply(Form::nn, args); }
+void matmul_tn_into(const matmul_tn_into_args& args) { multiply(Form::tn, args); }
 
 }  // namespace coat::cpu

@@ -1,6 +1,7 @@
 // Threads of the CPU backend: one pool a process. Work is cut into chunks by shape alone, never by the number of
 // threads, so results do not depend on it.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 namespace coat::cpu {
@@ -38,5 +39,12 @@ void parallel(int64_t n, int64_t chunk, Body&& body) {
 constexpr int64_t kChunk = 16384;
 // Rows of `cols` elements that make up one chunk.
 inline int64_t rows_of_chunk(int64_t cols) { return cols >= kChunk ? 1 : kChunk / (cols < 1 ? 1 : cols); }
+
+// most = max(most, seen), in any order of callers.
+inline void raise(std::atomic<uint32_t>& most, uint32_t seen) {
+  uint32_t known = most.load(std::memory_order_relaxed);
+  while (known < seen && !most.compare_exchange_weak(known, seen, std::memory_order_relaxed)) {
+  }
+}
 
 }  // namespace coat::cpu

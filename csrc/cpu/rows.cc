@@ -4,15 +4,15 @@
 namespace coat::cpu {
 namespace {
 
-using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G64, E4M3G128, E4M3G256, E4M3X64, E4M3X128, E4M3X256, E5M2G128,
-                  E5M2X128, F16, F16T, BF16X2, D8G256, U8G256, D4G128, U4G128>;
+using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G64, E4M3G128, E4M3G256, E4M3B128, E4M3X64, E4M3X128, E4M3X256,
+                  E5M2G128, E5M2X128, F16, F16T, BF16X2, D8G256, U8G256, D4G128, U4G128>;
 
 // f(block, from, to) for the runs that [begin, end) touches.
 template <class V, class F>
 void each_run(const Tensor& t, int64_t begin, int64_t end, F&& f) {
   if constexpr (V::run == 0) {
     f(0, begin, end);
-  } else if constexpr (V::format().scaling != Scaling::run) {
+  } else if constexpr (V::format().scaling != Scaling::run && V::format().scaling != Scaling::block) {
     for (int64_t i = begin; i < end;) {
       const int64_t b = i / V::run, to = std::min(end, (b + 1) * V::run);
       f(b, i, to);
@@ -23,7 +23,7 @@ void each_run(const Tensor& t, int64_t begin, int64_t end, F&& f) {
     for (int64_t i = begin; i < end;) {
       const int64_t row = i / cols, run = (i - row * cols) / V::run;
       const int64_t to = std::min(end, row * cols + std::min(cols, (run + 1) * V::run));
-      f(row * runs + run, i, to);
+      f((V::format().scaling == Scaling::block ? row / V::run : row) * runs + run, i, to);
       i = to;
     }
   }
@@ -55,9 +55,7 @@ Writer::Writer(const Tensor& y, const Tensor& scale, bool floored)
 void Writer::measure(const float* x, int64_t count) {
   Range range;
   for (int64_t i = 0; i < count; ++i) range.add(x[i]);
-  uint32_t seen = max_.load(std::memory_order_relaxed);
-  while (seen < range.max && !max_.compare_exchange_weak(seen, range.max, std::memory_order_relaxed)) {
-  }
+  raise(max_, range.max);
 }
 
 void Writer::seal() {

@@ -1,7 +1,6 @@
 // Reading and writing of tensors in any format through f32 buffers: what the row-wise families of this folder share.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// scaler: the largest magnitude of a tensor, and the scale that a tensor carries.
+// scaler: the largest magnitude of a tensor, the scale that follows from it, and the scale that a tensor carries.
 #include "../ops.h"
 #include "rows.h"
 
@@ -13,11 +13,14 @@ void amax(const amax_args& args) {
     read(args.x, begin, end, values.data());
     uint32_t most = 0;
     for (float x : values) most = std::max(most, bits_of(x) & 0x7fffffffu);
-    uint32_t seen = largest.load(std::memory_order_relaxed);
-    while (seen < most && !largest.compare_exchange_weak(seen, most, std::memory_order_relaxed)) {
-    }
+    raise(largest, most);
   });
   *args.y.as<float>() = float_of(largest);
+}
+
+void scale_from_amax(const scale_from_amax_args& args) {
+  const float amax = *args.amax.as<float>();
+  *args.scale.as<float>() = args.format == 0 ? coat::scale_from_amax<E4M3>(amax) : coat::scale_from_amax<E5M2>(amax);
 }
 
 void scale_of(const scale_of_args& args) { *args.y.as<float>() = *args.x.scales<float>(); }

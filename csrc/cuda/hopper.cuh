@@ -158,6 +158,19 @@ __device__ inline int thread_again() {
   return thread % 128;
 }
 
+// ---- loads that stay before the products that hide their latency; nobody writes there meanwhile ----
+
+__device__ inline float load_now(const float* from) {
+  float x;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from));
+  return x;
+}
+__device__ inline float2 load_now(const float2* from) {
+  float2 x;
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from));
+  return x;
+}
+
 // ---- registers ----
 
 template <int Count>
@@ -190,6 +203,12 @@ template <int Count>
 __device__ inline void hold(float (&sums)[Count]) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// The same number, of which the compiler does not know that: it computes again what follows from it.
+__device__ inline unsigned anew(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 #define COAT_SUMS_8(s, i)                                                                                     \

@@ -1,4 +1,4 @@
-// scaler: the largest magnitude of a tensor, and the scale that a tensor carries.
+// scaler: the largest magnitude of a tensor, the scale that follows from it, and the scale that a tensor carries.
 #include "../ops.h"
 #include "lanes.cuh"
 
@@ -13,6 +13,12 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(X x, Rows rows, uint32_t
   if (threadIdx.x == 0 && most > 0) atomicMax(largest, most);
 }
 
+// One thread.
+template <class Code>
+__global__ void scale_from_amax_kernel(const float* amax, float* scale) {
+  *scale = coat::scale_from_amax<Code>(*amax);
+}
+
 }  // namespace
 
 void amax(const amax_args& args) {
@@ -23,6 +29,11 @@ void amax(const amax_args& args) {
     const Rows rows = rows_of<X>(args.x);
     launch("amax", amax_kernel<X>, largest_blocks<X>(rows), kThreads, 0, x, rows, y);
   });
+}
+
+void scale_from_amax(const scale_from_amax_args& args) {
+  const auto kernel = args.format == 0 ? scale_from_amax_kernel<E4M3> : scale_from_amax_kernel<E5M2>;
+  launch("scale_from_amax", kernel, 1, 1, 0, args.amax.as<float>(), args.scale.as<float>());
 }
 
 void scale_of(const scale_of_args& args) {

@@ -1,7 +1,7 @@
 // convert: every format to every other, given and measured scales, transposes with equal codes.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { bytesOf, checkOp, devices, entryOf, own, present, read, sizes, stored, tensor } from '../harness.ts'
+import { bytesOf, checkOp, devices, entryOf, moved, own, present, read, sizes, stored, tensor } from '../harness.ts'
 import { matrix, Random } from '../values.ts'
 
 // expansion takes two logarithms near 2^±20, each off by a few units of FP32
@@ -86,6 +86,22 @@ describe('convert', () => {
         }
       },
     )
+
+  for (const device of devices)
+    it.skipIf(!present(device))(`convert_transposed of blocks moves codes and scales on ${device}`, async () => {
+      const [M, N] = [300, 150]
+      const made = tensor(
+        'e4m3/b128',
+        [M, N],
+        Array.from({ length: M * N }, (_, i) => numbers[i % 4000] as number),
+      )
+      const x = await moved(made, device)
+      const [from, to] = [await stored(x), await stored(own(native.convert_transposed(x, null, 'e4m3/b128')))]
+      expect(to.blocks.map(({ scale }) => scale)).toEqual([0, 2, 4, 1, 3, 5].map((b) => from.blocks[b]?.scale))
+      for (let m = 0; m < M; m++) for (let n = 0; n < N; n++) expect(to.codes[n * M + m]).toBe(from.codes[m * N + n])
+      const plain = own(native.convert_transposed(own(native.convert(x, null, 'f32')), null, 'e4m3/b128'))
+      expect((await stored(plain)).values).toEqual(to.values)
+    })
 
   it('convert to the own format keeps every byte', async () => {
     const [argument] = entryOf('convert').arguments

@@ -3,15 +3,25 @@ import { describe, expect, it } from 'vitest'
 import type { AnyFormat, Handle } from '../../lib/native.gen.ts'
 import { type DeviceKind, native } from '../../lib/native.ts'
 import { bytesOf, checkOp, devices, moved, own, present, read, stored, tensor } from '../harness.ts'
-import { matrix, Random, type Shape, sum, type Values } from '../values.ts'
+import { matrix, Random, type Shape, sum, vector } from '../values.ts'
 
 type At = (i: number, j: number) => number
 
-/** y(m, n) = sum over k of a b, and the sum of the magnitudes. */
-function product(M: number, N: number, K: number, a: At, b: At, bias?: Values) {
-  const one = (f: (x: number) => number) =>
-    matrix(M, N, (m, n) => sum(K, (k) => f(a(m, k) * b(k, n))) + f(bias?.(n) ?? 0))
+/** y(m, n) = sum over k of a b, with what is added, and the sum of the magnitudes. */
+function product(M: number, N: number, K: number, a: At, b: At, added: At = () => 0) {
+  const one = (f: (x: number) => number) => matrix(M, N, (m, n) => sum(K, (k) => f(a(m, k) * b(k, n))) + f(added(m, n)))
   return { y: one((x) => x), '|y|': one(Math.abs) }
+}
+/** The same with the largest |y|, to which the rounding of y adds; errorOf below holds it against op amax exactly. */
+function productWithAmax(M: number, N: number, K: number, a: At, b: At, added?: At) {
+  const exact = product(M, N, K, a, b, added)
+  const amax = exact.y.data.reduce((most, y) => Math.max(most, Math.abs(y)), 0)
+  return { ...exact, amax: vector(1, () => amax), '|amax|': vector(1, () => 1000 * amax) }
+}
+
+/** A product whose largest magnitude is not asked for. */
+function nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16'): Handle {
+  return native.matmul_nt(a, b, bias, y, null)[0]
 }
 
 /** The norm of the difference, relative to that of what is exact. */
@@ -24,6 +34,17 @@ function distance(found: ArrayLike<number>, exact: ArrayLike<number>): number {
 // below the 14th of the largest of 32 products and the sum so far, 128 products long.
 const slack = ({ a }: Record<string, string | null>, device: DeviceKind) =>
   device === 'cpu' || a === 'f32' ? 4e-6 : a === 'bf16' ? 2e-5 : 2 ** -8
+
+/** Formats of a and b by a short name; those of the tensor cores. */
+const pairs = {
+  f32: ['f32', 'f32'],
+  bf16: ['bf16', 'bf16'],
+  'e4m3/t': ['e4m3/t', 'e4m3/t'],
+  'e5m2/t': ['e5m2/t', 'e4m3/t'],
+  'runs by blocks': ['e4m3/g128', 'e4m3/b128'],
+  'runs by runs': ['e4m3/g128', 'e4m3/g128'],
+} as const
+const narrow = ['bf16', 'e4m3/t', 'e5m2/t', 'runs by blocks', 'runs by runs'] as const
 
 describe('matmul', () => {
   const sizes = [
@@ -45,14 +66,44 @@ describe('matmul', () => {
     exact: false,
     sizes,
     slack,
-    reference: ({ a, b, bias, M, N, K }) => product(M, N, K, a, (k, n) => b(n, k), bias),
+    reference: ({ a, b, bias, M, N, K }) =>
+      productWithAmax(M, N, K, a, (k, n) => b(n, k), bias ? (_, n) => bias(n) : undefined),
   })
-  checkOp('matmul_nn', { exact: false, sizes, slack, reference: ({ a, b, M, N, K }) => product(M, N, K, a, b) })
+  checkOp('matmul_nn', { exact: false, sizes, slack, reference: ({ a, b, M, N, K }) => productWithAmax(M, N, K, a, b) })
   checkOp('matmul_tn', {
     exact: false,
     sizes,
     slack,
-    reference: ({ a, b, M, N, K }) => product(M, N, K, (m, k) => a(k, m), b),
+    reference: ({ a, b, M, N, K }) => productWithAmax(M, N, K, (m, k) => a(k, m), b),
+  })
+  const small = sizes.filter(({ M, N, K }) => M * N * K < 2e6)
+  checkOp('matmul_nt_into', {
+    exact: false,
+    sizes: small,
+    slack,
+    reference: ({ y, a, b, M, N, K }) => product(M, N, K, a, (k, n) => b(n, k), y),
+  })
+  checkOp('matmul_nn_into', {
+    exact: false,
+    sizes: small,
+    slack,
+    reference: ({ y, a, b, M, N, K }) => product(M, N, K, a, b, y),
+  })
+  checkOp('matmul_tn_into', {
+    exact: false,
+    sizes: small,
+    slack,
+    reference: ({ y, a, b, M, N, K }) => product(M, N, K, (m, k) => a(k, m), b, y),
+  })
+
+  it('what is changed must not be read at the same time', () => {
+    const [x, y] = [tensor('f32', [3, 3], Array(9).fill(1)), tensor('f32', [3, 3], Array(9).fill(1))]
+    expect(() => native.matmul_nt_into(y, y, x)).toThrow(
+      'matmul_nt_into: a f32[3, 3] must be another tensor than the one that is changed',
+    )
+    expect(() => native.matmul_tn_into(y, x, y)).toThrow(
+      'matmul_tn_into: b f32[3, 3] must be another tensor than the one that is changed',
+    )
   })
 
   const random = new Random(4)
@@ -63,14 +114,14 @@ describe('matmul', () => {
     const there = async (format: AnyFormat, shape: Shape, values: ArrayLike<number>, given?: Handle) =>
       await moved(tensor(format, shape, values, given), device)
 
+    // user-pain.md N20
     on('a depth of 8192 loses nothing: relative error below 1e-5, of sums of 14 bits below 1e-3', async () => {
       const [M, N, K] = [5, 19, 8192]
-      for (const format of ['f32', 'e4m3/t', 'e5m2/t'] as const) {
-        const a = await there(format, [M, K], normal(M * K))
-        const b = await there(format === 'f32' ? 'f32' : 'e4m3/t', [N, K], normal(N * K))
-        const [x, w, y] = [await read(a), await read(b), await read(own(native.matmul_nt(a, b, null, 'f32')))]
+      for (const [left, right] of Object.values(pairs)) {
+        const [a, b] = [await there(left, [M, K], normal(M * K)), await there(right, [N, K], normal(N * K))]
+        const [x, w, y] = [await read(a), await read(b), await read(own(nt(a, b, null, 'f32')))]
         const exact = matrix(M, N, (m, n) => sum(K, (k) => (x[m * K + k] as number) * (w[n * K + k] as number)))
-        expect(distance(y, exact.data)).toBeLessThan(device === 'cuda' && format !== 'f32' ? 1e-3 : 1e-5)
+        expect(distance(y, exact.data)).toBeLessThan(device === 'cuda' && left !== 'f32' ? 1e-3 : 1e-5)
       }
     })
 
@@ -81,7 +132,7 @@ describe('matmul', () => {
       const b = await there('e4m3/t', [4, 16], [...codes].reverse(), tensor('f32', [1], [2]))
       const [x, w] = [await read(a), await read(b)]
       const exact = matrix(4, 4, (m, n) => sum(16, (k) => (x[m * 16 + k] as number) * (w[n * 16 + k] as number)))
-      expect(await read(own(native.matmul_nt(a, b, null, 'f32')))).toEqual([...exact.data])
+      expect(await read(own(nt(a, b, null, 'f32')))).toEqual([...exact.data])
     })
 
     on.each(['f32', 'bf16', 'e4m3/t'] as const)(
@@ -90,7 +141,7 @@ describe('matmul', () => {
         const [M, N, K] = [13, 37, 50]
         const [x, w] = [normal(M * K), normal(N * K)]
         const make = async () =>
-          await read(own(native.matmul_nt(await there(format, [M, K], x), await there(format, [N, K], w), null, 'f32')))
+          await read(own(nt(await there(format, [M, K], x), await there(format, [N, K], w), null, 'f32')))
         const clean = await make()
         x[5 * K + 49] = Number.NaN
         w[20 * K + 3] = Number.NaN
@@ -105,14 +156,17 @@ describe('matmul', () => {
     on.each([Number.NaN, 3e38])('rows of %s change no other row', async (padding) => {
       const [M, used, N, K] = [136, 133, 48, 80]
       const [x, w] = [normal(M * K), normal(N * K)]
-      for (const y of ['f32', 'bf16', 'e4m3/g16'] as const) {
-        const rows = async (value: number) => {
-          const a = await there('bf16', [M, K], x.fill(value, used * K))
-          const made = own(native.matmul_nt(a, await there('bf16', [N, K], w), null, y))
-          return (await stored(made)).values.slice(0, used * N)
+      for (const name of narrow)
+        for (const y of ['f32', 'bf16', 'e4m3/g16'] as const) {
+          const [left, right] = pairs[name]
+          const rows = async (value: number) => {
+            const scale = left.endsWith('/t') ? tensor('f32', [1], [0.01]) : undefined
+            const a = await there(left, [M, K], x.fill(value, used * K), scale)
+            const b = await there(right, [N, K], w)
+            return (await stored(own(nt(a, b, null, y)))).values.slice(0, used * N)
+          }
+          expect(await rows(padding)).toEqual(await rows(0))
         }
-        expect(await rows(padding)).toEqual(await rows(0))
-      }
     })
 
     on.each(['f32', 'bf16'] as const)(
@@ -121,29 +175,84 @@ describe('matmul', () => {
         const a = await there(format, [1, 2], [Number.POSITIVE_INFINITY, 1])
         const b = await there(format, [16, 2], [1, 0, -2, 0, ...Array.from({ length: 28 }, (_, i) => i % 2)])
         const nan = Array.from({ length: 14 }, () => Number.NaN)
-        expect(await read(own(native.matmul_nt(a, b, null, 'f32')))).toEqual([
+        expect(await read(own(nt(a, b, null, 'f32')))).toEqual([
           Number.POSITIVE_INFINITY,
           Number.NEGATIVE_INFINITY,
           ...nan,
         ])
         const before = native.memory().infs
-        const { codes } = await stored(own(native.matmul_nt(a, b, null, 'e4m3/g16')))
+        const { codes } = await stored(own(nt(a, b, null, 'e4m3/g16')))
         expect([...codes.slice(0, 2)]).toEqual([0x7e, 0xfe])
         expect([...codes.slice(2)].every((code) => (code & 0x7f) === 0x7f)).toBe(true)
         expect(native.memory().infs - before).toBe(2)
       },
     )
 
+    on('scales of runs and of blocks multiply what they stand for, tails and last rows too', async () => {
+      // powers of two: no rounding anywhere, so that a wrong scale cannot hide
+      const [M, N, K] = [67, 130, 300]
+      const [rows, blocks] = [Math.ceil(K / 128), Math.ceil(N / 128)]
+      const power = (i: number) => 2 ** (((i * 7) % 9) - 4)
+      const code = (i: number) => (((i * 5) % 7) - 3) * 32
+      const make = async (
+        format: 'e4m3/g128' | 'e4m3/b128',
+        lines: number,
+        scaleOf: (i: number, k: number) => number,
+      ) => {
+        const value = (i: number, k: number) => (k % 128 === 0 ? 448 : code(i * 3 + k)) * scaleOf(i, k >> 7)
+        const values = matrix(lines, K, value)
+        const handle = await there(format, [lines, K], values.data)
+        expect(await read(handle)).toEqual([...values.data])
+        return { handle, value }
+      }
+      const a = await make('e4m3/g128', M, (m, run) => power(m * rows + run))
+      const byBlocks = await make('e4m3/b128', N, (n, run) => power((n >> 7) * blocks + run + 5))
+      const byRuns = await make('e4m3/g128', N, (n, run) => power(n * rows + run + 2))
+      for (const b of [byBlocks, byRuns]) {
+        const exact = matrix(M, N, (m, n) => sum(K, (k) => a.value(m, k) * b.value(n, k)))
+        const size = matrix(M, N, (m, n) => sum(K, (k) => Math.abs(a.value(m, k) * b.value(n, k))))
+        const y = await read(own(nt(a.handle, b.handle, null, 'f32')))
+        y.forEach((found, i) => {
+          expect(Math.abs(found - exact(i))).toBeLessThanOrEqual((device === 'cuda' ? 2 ** -12 : 1e-6) * size(i))
+        })
+      }
+    })
+
+    on('amax of an infinite product is Inf, of one with NaN NaN, of one without elements 0', async () => {
+      const amax = async (values: number[], rows: number) => {
+        const a = await there('bf16', [rows, 2], values)
+        const [y, most] = native.matmul_nt(a, await there('bf16', [3, 2], [1, 1, 1, 1, 1, 1]), null, 'bf16', 'f32')
+        own([y, most])
+        return (await read(most as Handle))[0]
+      }
+      expect(await amax([1, 2, -5, 1], 2)).toBe(4)
+      expect(await amax([1, 2, Number.NEGATIVE_INFINITY, 1], 2)).toBe(Number.POSITIVE_INFINITY)
+      expect(await amax([3e38, 3e38, 0, 0], 2)).toBe(Number.POSITIVE_INFINITY)
+      expect(await amax([Number.NaN, 2, Number.NEGATIVE_INFINITY, 1], 2)).toBeNaN()
+      expect(await amax([], 0)).toBe(0)
+    })
+
+    on('a product with no depth, and one with no elements, add nothing', async () => {
+      const y = await there('bf16', [2, 3], [1, -2, 3, Number.NaN, 5, Number.POSITIVE_INFINITY])
+      const before = await bytesOf(y)
+      native.matmul_nt_into(y, await there('bf16', [2, 0], []), await there('bf16', [3, 0], []))
+      native.matmul_tn_into(y, await there('f32', [0, 2], []), await there('f32', [0, 3], []))
+      expect(await bytesOf(y)).toEqual(before)
+      const none = await there('f32', [0, 3], [])
+      native.matmul_nt_into(none, await there('e5m2/t', [0, 4], []), await there('e4m3/t', [3, 4], normal(12)))
+      expect(native.info(none).shape).toEqual([0, 3])
+    })
+
     on('no rows give no rows, no depth gives zeros or the bias', async () => {
-      for (const format of ['f32', 'bf16', 'e4m3/t'] as const) {
-        const [none, b] = [await there(format, [0, 8], []), await there(format, [3, 8], normal(24))]
-        expect(native.info(own(native.matmul_nt(none, b, null, 'bf16'))).shape).toEqual([0, 3])
-        const [left, right] = [await there(format, [2, 0], []), await there(format, [3, 0], [])]
+      for (const [one, other] of Object.values(pairs)) {
+        const [none, b] = [await there(one, [0, 8], []), await there(other, [3, 8], normal(24))]
+        expect(native.info(own(nt(none, b, null, 'bf16'))).shape).toEqual([0, 3])
+        const [left, right] = [await there(one, [2, 0], []), await there(other, [3, 0], [])]
         const bias = await there('f32', [3], [1, 2, 3])
-        expect(await read(own(native.matmul_nt(left, right, null, 'f32')))).toEqual([0, 0, 0, 0, 0, 0])
+        expect(await read(own(nt(left, right, null, 'f32')))).toEqual([0, 0, 0, 0, 0, 0])
         for (const y of ['bf16', 'e4m3/g16'] as const)
-          expect(await read(own(native.matmul_nt(left, right, null, y)))).toEqual([0, 0, 0, 0, 0, 0])
-        expect(await read(own(native.matmul_nt(left, right, bias, 'bf16')))).toEqual([1, 2, 3, 1, 2, 3])
+          expect(await read(own(nt(left, right, null, y)))).toEqual([0, 0, 0, 0, 0, 0])
+        expect(await read(own(nt(left, right, bias, 'bf16')))).toEqual([1, 2, 3, 1, 2, 3])
       }
     })
 
@@ -152,14 +261,23 @@ describe('matmul', () => {
     type Op = 'matmul_nt' | 'matmul_nn' | 'matmul_tn'
     interface Product {
       op?: Op
-      a?: AnyFormat
+      a?: keyof typeof pairs
       y: 'f32' | 'bf16' | 'e4m3/g16'
       sizes: readonly [number, number, number]
       positive?: boolean
       bias?: boolean
+      into?: boolean
     }
-    /** Relative error of y at some 500 places, the corners among them; y is finite, and the same twice. */
-    async function errorOf({ op = 'matmul_nt', a = 'e4m3/t', y, sizes, positive = false, bias = false }: Product) {
+    /** Relative error of y at some 500 places, the corners among them; y is finite, the same twice, and its amax is right. */
+    async function errorOf({
+      op = 'matmul_nt',
+      a = 'e4m3/t',
+      y,
+      sizes,
+      positive = false,
+      bias = false,
+      into,
+    }: Product) {
       const [M, N, K] = sizes
       const handles: Handle[] = []
       const keep = (handle: Handle) => {
@@ -174,27 +292,41 @@ describe('matmul', () => {
           keep(plain)
           return format === 'f32' ? plain : keep(native.convert(plain, null, format as 'bf16'))
         }
-        const left = make(a, op === 'matmul_tn' ? [K, M] : [M, K], 1)
-        const right = make(a === 'e5m2/t' ? 'e4m3/t' : a, op === 'matmul_nt' ? [N, K] : [K, N], 2)
+        const left = make(pairs[a][0], op === 'matmul_tn' ? [K, M] : [M, K], 1)
+        const right = make(pairs[a][1], op === 'matmul_nt' ? [N, K] : [K, N], 2)
         const added = bias ? keep(native.make('f32', [N], device, 'temp')) : null
         const numbers = Float32Array.from({ length: N }, (_, n) => Math.sqrt(K) * Math.sin(n))
         if (added !== null) native.write(added, numbers)
-        const run = () =>
-          keep(op === 'matmul_nt' ? native[op](left, right, added, y) : native[op](left, right, y as 'f32'))
+        const held = into ? keep(native.random_normal(y as 'f32', M, N, 0, Math.sqrt(K), 3, device)) : null
+        let most: Handle | null = null
+        const run = (): Handle => {
+          if (held !== null) {
+            const sums = keep(native.convert(held, null, y))
+            native[`${op}_into`](sums, left, right)
+            return sums
+          }
+          const wanted = y === 'e4m3/g16' ? null : 'f32'
+          const [made, amax] =
+            op === 'matmul_nt' ? native[op](left, right, added, y, wanted) : native[op](left, right, y as 'f32', wanted)
+          if (amax !== null) most = keep(amax)
+          return keep(made)
+        }
         const result = run()
+        if (most !== null) expect(await bytesOf(most)).toEqual(await bytesOf(keep(native.amax(result))))
         if (device === 'cuda') expect(Buffer.compare(await bytesOf(result), await bytesOf(run()))).toBe(0)
         native.checkGuards()
         // by the native conversion, which has its own tests: decoding here would take minutes
         const floats = async (handle: Handle) =>
           new Float32Array((await bytesOf(keep(native.convert(handle, null, 'f32')))).buffer)
         const [x, w, values] = [await floats(left), await floats(right), await floats(result)]
+        const start = held === null ? null : await floats(held)
         expect(values.every(Number.isFinite)).toBe(true)
         const places = new Random(M * 31 + N * 7 + K)
         const pick = (size: number, i: number, last: boolean) => (i < 4 ? (last ? size - 1 : 0) : places.integer(size))
         const [found, exact]: [number[], number[]] = [[], []]
         for (let i = 0; i < 500; i++) {
           const [m, n] = [pick(M, i, i % 2 === 1), pick(N, i, i % 4 > 1)]
-          let total = bias ? (numbers[n] as number) : 0
+          let total = (bias ? (numbers[n] as number) : 0) + (start?.[m * N + n] ?? 0)
           for (let k = 0; k < K; k++)
             total +=
               (x[op === 'matmul_tn' ? k * M + m : m * K + k] as number) *
@@ -209,7 +341,7 @@ describe('matmul', () => {
     }
 
     on('sums of up to 32768 products, positive or not: within 0.25 % in bf16', async () => {
-      for (const a of ['e4m3/t', 'e5m2/t', 'bf16'] as const)
+      for (const a of narrow)
         for (const K of [4096, 8192, 32768])
           for (const positive of [true, false])
             expect(
@@ -236,13 +368,17 @@ describe('matmul', () => {
     on.each(device === 'cpu' ? shapes.slice(0, 2) : shapes)(
       'every shape of tiles, with and without parts of K: [%i, %i] of %i',
       async (...sizes) => {
-        for (const a of ['bf16', 'e4m3/t', 'e5m2/t'] as const)
+        for (const a of narrow)
           for (const y of ['f32', 'bf16', 'e4m3/g16'] as const)
             for (const bias of [false, true])
               expect(await errorOf({ a, y, sizes, bias }), `${a}, ${y}, bias ${bias}`).toBeLessThan(limits[y])
         for (const op of ['matmul_nn', 'matmul_tn'] as const)
           for (const y of ['f32', 'bf16'] as const)
-            expect(await errorOf({ op, a: 'bf16', y, sizes }), `${op}, ${y}`).toBeLessThan(limits[y])
+            for (const into of [false, true])
+              expect(await errorOf({ op, a: 'bf16', y, sizes, into }), `${op}, ${y}, ${into}`).toBeLessThan(limits[y])
+        for (const a of narrow)
+          for (const y of ['f32', 'bf16'] as const)
+            expect(await errorOf({ a, y, sizes, into: true }), `${a} into ${y}`).toBeLessThan(limits[y])
       },
     )
 
@@ -250,7 +386,23 @@ describe('matmul', () => {
     on.each(device === 'cpu' ? [16, 48] : [16, 48, 768, 1536, 7168])('no wrong answer for N = %i', async (N) => {
       for (const K of [16, 48, 50, 112, 133, 192, 528, 1040, 1152])
         for (const M of [1, 8, 15, 22, 29, 36, 43, 50, 57, 64, 128, 200])
-          expect(await errorOf({ y: 'f32', sizes: [M, N, K] }), `M = ${M}, K = ${K}`).toBeLessThan(1e-3)
+          for (const a of M % 3 === 2 ? narrow.slice(1) : (['e4m3/t', 'runs by blocks'] as const))
+            expect(await errorOf({ a, y: 'f32', sizes: [M, N, K] }), `${a}, M = ${M}, K = ${K}`).toBeLessThan(1e-3)
+    })
+    // S6: memory that the allocator hands back full of NaN
+    on('weights of no tokens have a gradient of zeros, whatever the memory held', async () => {
+      const [M, N] = [40, 72]
+      for (const y of ['f32', 'bf16'] as const) {
+        const before = native.make(y, [M, N], device, 'temp')
+        native.write(before, await bytesOf(tensor(y, [M, N], new Array(M * N).fill(Number.NaN))))
+        native.free(before)
+        const made = [
+          native.matmul_tn(await there('bf16', [0, M], []), await there('bf16', [0, N], []), y, null)[0],
+          native.matmul_nn(await there('f32', [M, 0], []), await there('f32', [0, N], []), y, null)[0],
+          nt(await there('e5m2/t', [M, 0], []), await there('e4m3/t', [N, 0], []), null, y),
+        ]
+        for (const handle of made) expect(await read(own(handle))).toEqual(new Array(M * N).fill(0))
+      }
     })
     on('any number of tokens: gradients of weights', async () => {
       for (const K of [1, 50, 133])
@@ -259,7 +411,8 @@ describe('matmul', () => {
           [129, 65],
         ] as const) {
           expect(await errorOf({ op: 'matmul_tn', a: 'bf16', y: 'f32', sizes: [M, N, K] })).toBeLessThan(1e-5)
-          expect(await errorOf({ a: 'e5m2/t', y: 'f32', sizes: [M, N, K] })).toBeLessThan(1e-3)
+          for (const a of ['e5m2/t', 'runs by runs'] as const)
+            expect(await errorOf({ a, y: 'f32', sizes: [M, N, K] })).toBeLessThan(1e-3)
         }
     })
   })
@@ -274,10 +427,10 @@ describe('matmul', () => {
     }
     for (const format of ['f32', 'bf16', 'e4m3/t'] as const) {
       const y = format === 'f32' ? 'f32' : 'bf16' // it has no bf16 products of f32
-      const runs = [() => native.matmul_nt(make(format, M, K, 1), make(format, N, K, 2), null, y)]
+      const runs = [() => nt(make(format, M, K, 1), make(format, N, K, 2), null, y)]
       if (format !== 'e4m3/t') {
-        runs.push(() => native.matmul_nn(make(format, M, K, 1), make(format, K, N, 2), y))
-        runs.push(() => native.matmul_tn(make(format, K, M, 1), make(format, K, N, 2), y))
+        runs.push(() => native.matmul_nn(make(format, M, K, 1), make(format, K, N, 2), y, null)[0])
+        runs.push(() => native.matmul_tn(make(format, K, M, 1), make(format, K, N, 2), y, null)[0])
       }
       for (const run of runs) {
         const ours = await read(own(run()))
@@ -296,10 +449,10 @@ describe('matmul', () => {
     const [x, w] = [normal(M * K), normal(K * N)]
     const turned = (values: number[], rows: number, cols: number) =>
       matrix(cols, rows, (i, j) => values[j * cols + i] as number).data
-    const nn = native.matmul_nn(tensor('f32', [M, K], x), tensor('f32', [K, N], w), 'f32')
-    const nt = native.matmul_nt(tensor('f32', [M, K], x), tensor('f32', [N, K], turned(w, K, N)), null, 'f32')
-    const tn = native.matmul_tn(tensor('f32', [K, M], turned(x, M, K)), tensor('f32', [K, N], w), 'f32')
-    expect(await bytesOf(own(nt))).toEqual(await bytesOf(own(nn)))
+    const [nn] = native.matmul_nn(tensor('f32', [M, K], x), tensor('f32', [K, N], w), 'f32', null)
+    const straight = nt(tensor('f32', [M, K], x), tensor('f32', [N, K], turned(w, K, N)), null, 'f32')
+    const [tn] = native.matmul_tn(tensor('f32', [K, M], turned(x, M, K)), tensor('f32', [K, N], w), 'f32', null)
+    expect(await bytesOf(own(straight))).toEqual(await bytesOf(own(nn)))
     expect(await bytesOf(own(tn))).toEqual(await bytesOf(nn))
   })
 })

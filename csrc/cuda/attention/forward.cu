@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(384, 1)
       const int first = task.first + 64 * group;
       Span seen[2];
 #pragma unroll
-      for (int down = 0; down < 2; ++down) seen[down] = visible<false>(p, task.sequence, first + row_of(thread, down));
+      for (int down = 0; down < 2; ++down) seen[down] = visible<false>(p, task.sequence, first + sum_row(thread, down));
       const Span plain = tasks[q_ring.slot].plain[group];
       const uint32_t q_at = queries + q_ring.slot * Shape::kQueryBytes + group * Own::kBytes;
       Softmax softmax;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(384, 1)
         if (key >= plain.first && key + kKeys - 1 <= plain.last) return;
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) {
-          const int at = key + column_of(thread, i);
+          const int at = key + sum_column(thread, i);
           const Span& row = seen[i / 2 % 2];
           if (at < row.first || at > row.last) s[i] = -kInf;
         }
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
           for (int i = 2 * down; i < Head / 2; i += 4) out[i] *= inverse, out[i + 1] *= inverse;
         }
-        const int64_t q = first + row_of(thread, down);
+        const int64_t q = first + sum_row(thread, down);
         if (thread % 4 == 0 && q < p.T)
           lse[(int64_t{task.sequence} * p.T + q) * p.H + task.head] =
               (softmax.top[down] * p.exponent + log2_near(total)) * kLn2;

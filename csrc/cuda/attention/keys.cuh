@@ -140,12 +140,12 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
           for (int down = 0; down < 2; ++down) {
             const int thread = thread_again();
-            const Span seen = visible<true>(p, task.sequence, task.first + 64 * group + row_of(thread, down));
+            const Span seen = visible<true>(p, task.sequence, task.first + 64 * group + sum_row(thread, down));
 #pragma unroll
             for (int i = 2 * down; i < kQueries / 2; i += 4)
 #pragma unroll
               for (int k = i; k < i + 2; ++k) {
-                const int at = q + column_of(thread, k);
+                const int at = q + sum_column(thread, k);
                 if (at < seen.first || at > seen.last) s[k] = 0.f;
               }
           }

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(384, 1)
       float lse[2], delta[2];
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
-        const int q = first + row_of(thread, down);
+        const int q = first + sum_row(thread, down);
         seen[down] = visible<false>(p, task.sequence, q);
         const float* of = statistics.of(p, task.sequence, task.head, q / kStatisticsRows) + q % kStatisticsRows;
         lse[down] = of[0];
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(384, 1)
         if (key < plain.first || key + kKeys - 1 > plain.last) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) {
-            const int at = key + column_of(thread, i);
+            const int at = key + sum_column(thread, i);
             const Span& row = seen[i / 2 % 2];
             if (at < row.first || at > row.last) s[i] = 0.f;
           }

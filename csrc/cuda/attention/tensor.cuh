@@ -19,11 +19,12 @@ struct AttentionProblem {
 
 constexpr int kTaskRows = 128;  // of a piece of work
 
-// Whether the tensor cores can take a call of bf16: lines of heads that the copy engine can read, scores that grow with
-// q k^T, sizes that an int holds.
+// Whether the tensor cores can take a call of bf16: lines of heads that the copy engine can read and that fill half a
+// tile (smaller heads lose more by bf16 probabilities, and tiles to zeros), scores that grow with q k^T, sizes that an
+// int holds.
 inline bool fits_tensor(const AttentionSizes& s) {
   const int64_t most = int64_t{1} << 30;
-  return s.D % 8 == 0 && s.D <= 256 && s.scale > 0.f && s.T < most && s.window < most && s.B < most / s.H &&
+  return s.D % 8 == 0 && s.D >= 32 && s.D <= 256 && s.scale > 0.f && s.T < most && s.window < most && s.B < most / s.H &&
          s.B * s.H < most / ((s.T + 63) / 64);
 }
 
@@ -154,8 +155,8 @@ struct HeadTile {
 };
 
 // Sums [64, 2 * Count] of a warpgroup: a lane holds of each 8 columns two neighbours of two rows, 8 rows apart.
-__device__ inline int row_of(int thread, int down) { return thread / 32 * 16 + thread % 32 / 4 + 8 * down; }
-__device__ inline int column_of(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
+__device__ inline int sum_row(int thread, int down) { return thread / 32 * 16 + thread % 32 / 4 + 8 * down; }
+__device__ inline int sum_column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
 // The codes of sums as the first operand of a product: 4 registers for 16 columns.
 template <int Count>

@@ -95,6 +95,7 @@ void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale) return copy(y.data, x.data, bytes_of(x.format, x.shape));
   if (x.shape.numel() == 0 && y.format.scaling != Scaling::tensor) return;
+  if (x.format.scaling == Scaling::block || y.format.scaling == Scaling::block) return convert_blocks(x, args.scale, y);
   if (is_state(x.format) || is_state(y.format)) return convert_states(x, args.scale, y);
   const bool expands = x.format.scaling == Scaling::expand || y.format.scaling == Scaling::expand;
   if (!expands || !(is_ragged(x) || is_ragged(y))) return requantize(x, args.scale, y);
@@ -264,9 +265,42 @@ void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given,
 
 }  // namespace
 
+namespace {
+
+// The scales of blocks as a matrix.
+Tensor scales_of_blocks(const Tensor& x) {
+  const int64_t side = x.format.run, down = (x.shape.dims[0] + side - 1) / side,
+                across = (x.shape.dims[1] + side - 1) / side;
+  Tensor scales = x;
+  scales.format = F32::format();
+  scales.shape = {2, {down, across}};
+  scales.data = x.scales<uint8_t>();
+  return scales;
+}
+
+// Formats whose scales depend on rows or columns: transposed as f32 or bf16, but for blocks, which keep all they have.
+void transpose_runs(const Tensor& x, const Tensor& scale, const Tensor& y) {
+  if (x.format.scaling == Scaling::block && x.format == y.format) {
+    const Tensor from = scales_of_blocks(x), to = scales_of_blocks(y);
+    transpose(Moved<4>(from), Moved<4>(to), from.shape.dims[0], from.shape.dims[1], nullptr, nullptr);
+    return transpose(Moved<1>(x), Moved<1>(y), x.shape.dims[0], x.shape.dims[1], nullptr, nullptr);
+  }
+  if (!is_plain(x)) {
+    const Plainly middle(x);
+    convert({Device::cuda, x, {}, middle.tensor});
+    return convert_transposed({Device::cuda, middle.tensor, scale, y});
+  }
+  const Plainly middle(y, x.format);
+  convert_transposed({Device::cuda, x, {}, middle.tensor});
+  convert({Device::cuda, middle.tensor, scale, y});
+}
+
+}  // namespace
+
 void convert_transposed(const convert_transposed_args& args) {
   const Tensor &x = args.x, &y = args.y;
   const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
+  if (x.format.run != 0 || y.format.run != 0) return transpose_runs(x, args.scale, y);
   if (x.format == y.format && (!args.scale || x.format.scaling == Scaling::none)) {
     if (x.format.dtype == DType::f32) return transpose(Moved<4>(x), Moved<4>(y), M, N, nullptr, nullptr);
     if (x.format.dtype == DType::bf16) return transpose(Moved<2>(x), Moved<2>(y), M, N, nullptr, nullptr);

@@ -30,16 +30,27 @@ void with_scale(const Tensor& tensor, const X& x, const Tensor& scale, F&& use) 
   }
 }
 
-// A tensor of f32 in scratch, of the shape of another: what every format is read into and written from.
+// A tensor of f32 or bf16 in scratch, of the shape of another: what every format is read into and written from.
 struct Plainly {
   Scratch memory;
   Tensor tensor;
-  explicit Plainly(const Tensor& like)
-      : memory(like.shape.numel() * static_cast<int64_t>(sizeof(float))), tensor(like) {
-    tensor.format = F32::format();
+  explicit Plainly(const Tensor& like, const Format& format = F32::format())
+      : memory(bytes_of(format, like.shape)), tensor(like) {
+    tensor.format = format;
     tensor.data = memory.as<uint8_t>();
   }
 };
+
+// Numbers in f32 or bf16, chosen at run time.
+struct Numbers {
+  F32 f32;
+  BF16 bf16;
+  bool narrow;
+  explicit Numbers(const Tensor& t) : f32(t), bf16(t), narrow(t.format == BF16::format()) {}
+  __device__ float load(int64_t i) const { return narrow ? bf16.load(i, {}) : f32.load(i, {}); }
+  __device__ void store(int64_t i, float x) const { narrow ? bf16.store(i, {}, x) : f32.store(i, {}, x); }
+};
+inline bool is_plain(const Tensor& t) { return t.format == F32::format() || t.format == BF16::format(); }
 
 // Between the formats of operands and activations, each to each.
 void requantize(const Tensor& x, const Tensor& scale, const Tensor& y);
@@ -47,5 +58,8 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y);
 // Formats that only states and parameters have: to and from f32 and bf16 directly, else through f32.
 bool is_state(const Format& format);
 void convert_states(const Tensor& x, const Tensor& scale, const Tensor& y);
+
+// To and from blocks, which f32 and bf16 become directly, everything else through f32.
+void convert_blocks(const Tensor& x, const Tensor& scale, const Tensor& y);
 
 }  // namespace coat::cuda

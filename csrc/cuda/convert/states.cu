@@ -6,17 +6,6 @@ namespace {
 
 using States = Views<F16, F16T, BF16X2, E4M3G64, E4M3G256, E4M3X64, E4M3X256, D8G256, U8G256, D4G128, U4G128>;
 
-// Numbers in f32 or bf16, chosen at run time.
-struct Numbers {
-  F32 f32;
-  BF16 bf16;
-  bool narrow;
-  explicit Numbers(const Tensor& t) : f32(t), bf16(t), narrow(t.format == BF16::format()) {}
-  __device__ float load(int64_t i) const { return narrow ? bf16.load(i, {}) : f32.load(i, {}); }
-  __device__ void store(int64_t i, float x) const { narrow ? bf16.store(i, {}, x) : f32.store(i, {}, x); }
-};
-bool is_plain(const Tensor& t) { return t.format == F32::format() || t.format == BF16::format(); }
-
 constexpr int kWarps = 8;
 template <class V>
 constexpr int kRunOf = V::run == 0 ? 256 : V::run;

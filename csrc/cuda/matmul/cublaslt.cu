@@ -151,16 +151,16 @@ bool multiply_by_cublaslt(const Call& call) {
   if (chosen < 0) return false;
   const Library& lib = library();
   if (!lib.handle) fail("baseline", "a", "cuBLASLt is not there");
-  if (call.bias.data || call.y.format.scaling != Scaling::none)
-    fail("baseline", "y", "cuBLASLt is compared without bias and with y in f32 and bf16 only");
+  if (call.bias || call.amax || call.y.format.scaling != Scaling::none || call.a.format.run != 0)
+    fail("baseline", "y", "cuBLASLt is compared without bias, amax and runs, and with y in f32 and bf16 only");
   if (!prepared.fits(call)) prepared.prepare(call);
   if (chosen >= prepared.found)
     fail("baseline", "a", "cuBLASLt has ", prepared.found, " suggestions, so none with number ", chosen);
   prepared.set_scales(call);
-  const float one = 1.f, zero = 0.f;
+  const float alpha = 1.f, beta = call.into ? 1.f : 0.f;
   const Scratch workspace(kWorkspace);
-  require(lib.multiply(lib.handle, prepared.description, &one, call.b.data, prepared.layouts[0], call.a.data,
-                       prepared.layouts[1], &zero, call.y.data, prepared.layouts[2], call.y.data, prepared.layouts[2],
+  require(lib.multiply(lib.handle, prepared.description, &alpha, call.b.data, prepared.layouts[0], call.a.data,
+                       prepared.layouts[1], &beta, call.y.data, prepared.layouts[2], call.y.data, prepared.layouts[2],
                        prepared.suggestions[chosen].algorithm, workspace.as<void>(), kWorkspace, stream()),
           "cublasLtMatmul");
   return true;

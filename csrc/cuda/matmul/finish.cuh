@@ -1,4 +1,5 @@
-// From the sums of a warpgroup to y: scale, bias, one rounding, through shared memory and the copy engine.
+// From the sums of a warpgroup to y: scale, bias, what y holds, one rounding, through shared memory and the copy
+// engine.
 #pragma once
 #include "../hopper.cuh"
 #include "result.cuh"
@@ -7,6 +8,9 @@ namespace coat::cuda {
 
 constexpr int kHalf = 128;               // columns of y that a warpgroup finishes at a time
 constexpr uint32_t kStagingTile = 8192;  // 64 rows of 128 bytes
+
+// The first of a thread's two rows of 64, by its warp of the warpgroup; the other is 8 below.
+__device__ inline int row_of(int warp, int lane) { return 16 * warp + lane / 4; }
 
 // 64 rows of y and 128 columns, as a warpgroup holds them: lane l of warp w has rows 16 w + l / 4 and 8 below, and of
 // every 8 columns the two from 2 (l % 4) on. Element (row or 8 below, column 8 j + 2 (l % 4) + e) is s[4 j + 2 down +
@@ -24,7 +28,7 @@ struct Finish {
 
   // To row m on, and column n on of p; in what is written these columns begin `shift` further.
   __device__ void operator()(float (&s)[64], int64_t m, int64_t n, int64_t shift) const {
-    const int64_t row = m + 16 * warp + lane / 4;
+    const int64_t row = m + row_of(warp, lane);
 #pragma unroll
     for (int i = 0; i < 64; ++i) s[i] *= scale;
     if (p.bias) {
@@ -34,6 +38,9 @@ struct Finish {
     if constexpr (Y::run == 16) {
 #pragma unroll
       for (int down = 0; down < 2; ++down) seal(s, 2 * down, row + 8 * down, n);
+    } else {
+      if (p.into) add_held(s, row, n);
+      if (p.amax) keep_amax(s, row, n);
     }
     if (!by_tiles)
       directly(s, row, n);
@@ -46,6 +53,32 @@ struct Finish {
   }
 
  private:
+  // The row and the column of element i as this lane counts them: use(i) for those that lie in y.
+  template <class F>
+  __device__ void each_inside(int64_t row, int64_t n, F&& use) const {
+    const int rows = static_cast<int>(min(p.M - row, int64_t{16}));
+    const int columns = static_cast<int>(min(p.N - n, int64_t{kHalf})) - lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+      if (i / 2 % 2 * 8 < rows && i / 4 * 8 + i % 2 < columns) use(i);
+  }
+  __device__ int64_t place(int64_t row, int64_t n, int i) const {
+    return (row + i / 2 % 2 * 8) * p.N + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
+  }
+  __device__ void add_held(float (&s)[64], int64_t row, int64_t n) const {
+    if (!p.pairs) return each_inside(row, n, [&](int i) { s[i] = y.load(place(row, n, i), {}) + s[i]; });
+    each_inside(row, n, [&](int i) {
+      if (i % 2 != 0) return;
+      const float2 held = load2(y, place(row, n, i));
+      s[i] = held.x + s[i];
+      s[i + 1] = held.y + s[i + 1];
+    });
+  }
+  __device__ void keep_amax(const float (&s)[64], int64_t row, int64_t n) const {
+    uint32_t most = 0;
+    each_inside(row, n, [&](int i) { most = max(most, bits_of(s[i]) & 0x7fffffffu); });
+    p.keep_amax<Y>(most);
+  }
   __device__ bool leads() const { return warp == 0 && lane == 0; }
   __device__ void wait_for_staging() const {
     if (leads()) stores_have_read();
@@ -98,15 +131,11 @@ struct Finish {
                    static_cast<uint16_t>(encode_pair<Code>(s[4 * j + 2 * down], s[4 * j + 2 * down + 1])));
     send(m, n, shift, 1);
   }
-  __device__ int line(int down) const { return 16 * warp + lane / 4 + 8 * down; }
+  __device__ int line(int down) const { return row_of(warp, lane) + 8 * down; }
 
   // Element by element, where lines of y do not begin on 16-byte boundaries.
   __device__ void directly(const float (&s)[64], int64_t row, int64_t n) const {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      const int64_t m = row + i / 2 % 2 * 8, at = n + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      if (m < p.M && at < p.N) y.codes[m * p.N + at].code = Code::encode(s[i]);
-    }
+    each_inside(row, n, [&](int i) { y.codes[place(row, n, i)].code = Code::encode(s[i]); });
   }
 
   // Seals the 8 runs of row m from column n on and brings them in units of their scales. This lane holds four values of

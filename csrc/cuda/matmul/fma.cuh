@@ -125,13 +125,15 @@ __global__ void __launch_bounds__(kFmaThreads, 2) matmul_kernel_fma(const FmaPro
 
   const float scale = p.result.scale();
   const int64_t m = static_cast<int64_t>(rows_at) * kTile + row, n = static_cast<int64_t>(columns_at) * kTile + col;
+  uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
     for (int j = 0; j < 8; j += 4) {
       float x[4] = {sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]};
-      finish(p.result, y, scale, m + i % 4 + i / 4 * 64, n + 16 * j, x);
+      most = max(most, finish(p.result, y, scale, m + i % 4 + i / 4 * 64, n + 16 * j, x));
     }
+  p.result.keep_amax<Y>(most);
 }
 
 }  // namespace coat::cuda

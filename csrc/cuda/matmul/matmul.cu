@@ -1,30 +1,53 @@
 // matmul: y = a b^T, a b and a^T b: on tensor cores for bf16 and FP8, in FP32 FMA for f32.
+#include "../../contract.h"
 #include "../../ops.h"
 #include "products.cuh"
 
 namespace coat::cuda {
 namespace {
 
-void multiply(const char* name, Form form, const Tensor& a, const Tensor& b, const Tensor& bias, const Tensor& y) {
-  const int64_t K = a.shape.dims[form == Form::tn ? 0 : 1];
-  const Call call{name, form, a, b, bias, y, y.shape.dims[0], y.shape.dims[1], K};
+void multiply(const Call& call) {
+  if (call.amax) check(cudaMemsetAsync(call.amax.data, 0, sizeof(uint32_t), stream()), call.name);
+  if (call.into && call.K == 0) return;
   if (call.M == 0 || call.N == 0 || multiply_by_cublaslt(call)) return;
-  switch (a.format.dtype) {
+  switch (call.a.format.dtype) {
     case DType::f32:
       return multiply_f32(call);
     case DType::bf16:
       return multiply_bf16(call);
     case DType::e4m3:
+      if (call.b.format.scaling == Scaling::block) return multiply_runs_by_blocks(call);
+      if (call.b.format.scaling == Scaling::run) return multiply_runs_by_runs(call);
       return multiply_e4m3(call);
     default:
       return multiply_e5m2(call);
   }
 }
 
+template <class Args>
+Call call_of(const char* name, Form form, const Args& args) {
+  constexpr bool into = !requires { args.amax; };
+  Call call{name, form, args.a, args.b, {}, args.y, {}, into};
+  if constexpr (requires { args.bias; }) call.bias = args.bias;
+  if constexpr (!into) {
+    call.amax = args.amax;
+  } else {
+    check_apart("a", args.y, args.a);
+    check_apart("b", args.y, args.b);
+  }
+  call.M = args.y.shape.dims[0];
+  call.N = args.y.shape.dims[1];
+  call.K = args.a.shape.dims[form == Form::tn ? 0 : 1];
+  return call;
+}
+
 }  // namespace
 
-void matmul_nt(const matmul_nt_args& args) { multiply("matmul_nt", Form::nt, args.a, args.b, args.bias, args.y); }
-void matmul_nn(const matmul_nn_args& args) { multiply("matmul_nn", Form::nn, args.a, args.b, {}, args.y); }
-void matmul_tn(const matmul_tn_args& args) { multiply("matmul_tn", Form::tn, args.a, args.b, {}, args.y); }
+void matmul_nt(const matmul_nt_args& args) { multiply(call_of("matmul_nt", Form::nt, args)); }
+void matmul_nn(const matmul_nn_args& args) { multiply(call_of("matmul_nn", Form::nn, args)); }
+void matmul_tn(const matmul_tn_args& args) { multiply(call_of("matmul_tn", Form::tn, args)); }
+void matmul_nt_into(const matmul_nt_into_args& args) { multiply(call_of("matmul_nt_into", Form::nt, args)); }
+void matmul_nn_into(const matmul_nn_into_args& args) { multiply(call_of("matmul_nn_into", Form::nn, args)); }
+void matmul_tn_into(const matmul_tn_into_args& args) { multiply(call_of("matmul_tn_into", Form::tn, args)); }
 
 }  // namespace coat::cuda

@@ -25,9 +25,10 @@ inline int64_t tiles_of(const ShapeRow& shape, int64_t M, int64_t N) {
   return (M + shape.rows - 1) / shape.rows * ((N + shape.columns - 1) / shape.columns);
 }
 
-// The shape and the number of parts that are ready first by an estimate. The number of multiprocessors is that of an
-// H100 and an H200, not that of the device: parts of K set the order of sums, so equal sizes must give equal parts.
-inline Plan plan_of(int64_t M, int64_t N, int64_t steps, bool fp8) {
+// The shape, of at most so many columns, and the number of parts that are ready first by an estimate. The number of
+// multiprocessors is that of an H100 and an H200, not that of the device: parts of K set the order of sums, so equal
+// sizes must give equal parts.
+inline Plan plan_of(int64_t M, int64_t N, int64_t steps, bool fp8, int most_columns) {
   constexpr double kProcessors = 132;
   constexpr double kL2 = 7e6;                  // bytes a microsecond that L2 gives
   constexpr double kEnd = 1.5, kLaunch = 2.5;  // microseconds from sums to y, and to start the kernel that adds parts
@@ -37,7 +38,7 @@ inline Plan plan_of(int64_t M, int64_t N, int64_t steps, bool fp8) {
   for (int i = 0; i < static_cast<int>(std::size(kShapes)); ++i) {
     const ShapeRow& shape = kShapes[i];
     const double alone = fp8 ? shape.fp8 : shape.bf16;
-    if (alone == 0) continue;
+    if (alone == 0 || shape.columns > most_columns) continue;
     const double tiles = static_cast<double>(tiles_of(shape, M, N)), clusters = kProcessors / shape.cluster;
     const double bytes = 128 * (shape.rows + shape.columns);  // of a cluster, a step
     for (int64_t parts = 1; parts <= std::clamp<int64_t>(steps / kFewest, 1, kMost); ++parts) {

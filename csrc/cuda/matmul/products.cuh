@@ -11,15 +11,16 @@ enum class Form { nt, nn, tn };  // y = a b^T, a b, a^T b
 struct Call {
   const char* name;
   Form form;
-  Tensor a, b, bias, y;  // no bias: no data
-  int64_t M, N, K;       // M and N are at least 1
+  Tensor a, b, bias, y, amax;  // no bias, no amax: no data
+  bool into;                   // the product is added to what y holds
+  int64_t M, N, K;             // M and N are at least 1
 
   Result result() const {
     const auto scale = [](const Tensor& x) {
       return x.format.scaling == Scaling::tensor ? x.scales<float>() : nullptr;
     };
     const bool pairs = N % 2 == 0 && reinterpret_cast<uintptr_t>(y.data) % 8 == 0;
-    return {M, N, scale(a), scale(b), bias.data, bias.format.dtype == DType::bf16, pairs};
+    return {M, N, scale(a), scale(b), bias.data, bias.format.dtype == DType::bf16, pairs, into, amax.as<uint32_t>()};
   }
 };
 
@@ -27,6 +28,9 @@ void multiply_f32(const Call& call);
 void multiply_bf16(const Call& call);
 void multiply_e4m3(const Call& call);
 void multiply_e5m2(const Call& call);
+// e4m3 with a scale a run of 128 along K by e4m3 with a scale a block of 128 x 128, or a run too.
+void multiply_runs_by_blocks(const Call& call);
+void multiply_runs_by_runs(const Call& call);
 // Returns whether products of this thread are to be made by cuBLASLt; then this one is.
 bool multiply_by_cublaslt(const Call& call);
 

@@ -10,13 +10,23 @@ struct Result {
   const float *a_scale, *b_scale;  // null: 1
   const uint8_t* bias;             // null: none
   bool bias_bf16;
-  bool pairs;  // two neighbours of y, from an even column on, can be stored at once
+  bool pairs;      // two neighbours of y, from an even column on, lie on a boundary of both
+  bool into;       // the product is added to what y holds
+  uint32_t* amax;  // the bits of the largest |y|, which starts at 0; null: not wanted
 
   __device__ float scale() const { return (a_scale ? *a_scale : 1.f) * (b_scale ? *b_scale : 1.f); }
   __device__ float with_bias(float x, int64_t n) const {
     if (bias == nullptr || n >= N) return x;
     return x + (bias_bf16 ? BFloat16::decode(reinterpret_cast<const uint16_t*>(bias)[n])
                           : reinterpret_cast<const float*>(bias)[n]);
+  }
+  // Bits of the largest |y| that the lanes of a warp have, raised to what Y stores: rounding keeps the order.
+  template <class Y>
+  __device__ void keep_amax(uint32_t most) const {
+    if (amax == nullptr) return;
+    most = warp_max(most);
+    using Code = CodeOf<Y>;
+    if (threadIdx.x % 32 == 0 && most > 0) atomicMax(amax, bits_of(Code::decode(Code::encode(float_of(most)))));
   }
 };
 
@@ -33,6 +43,14 @@ struct Order {
   }
 };
 
+// Two neighbours of a plain y.
+template <class Y>
+__device__ inline float2 load2(const Y& y, int64_t i) {
+  if constexpr (std::is_same_v<CodeOf<Y>, Float32>)
+    return *reinterpret_cast<const float2*>(y.codes + i);
+  else
+    return decode_pair<CodeOf<Y>>(*reinterpret_cast<const uint32_t*>(y.codes + i));
+}
 template <class Y>
 __device__ inline void store2(const Y& y, int64_t i, typename Y::Sealed sealed, float x0, float x1) {
   using Code = CodeOf<Y>;
@@ -49,12 +67,21 @@ __device__ inline void store2(const Y& y, int64_t i, typename Y::Sealed sealed, 
   *reinterpret_cast<Bits*>(y.codes + i) = raw.bits;
 }
 
-// Sums x of row m at four columns from n on to y: scale, bias, one rounding. The 4 lanes of a quad hold the 16 columns
-// of one run of e4m3/g16; all lanes of the warp must call.
+// Sums x of row m at four columns from n on to y: scale, bias, what y holds, one rounding. The 4 lanes of a quad hold
+// the 16 columns of one run of e4m3/g16; all lanes of the warp must call. Returns the bits of the largest |x|.
 template <class Y>
-__device__ inline void finish(const Result& p, const Y& y, float scale, int64_t m, int64_t n, float (&x)[4]) {
+__device__ inline uint32_t finish(const Result& p, const Y& y, float scale, int64_t m, int64_t n, float (&x)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = p.with_bias(x[i] * scale, n + i);
+  uint32_t most = 0;
+  if constexpr (Y::run == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (m < p.M && n + i < p.N) {
+        if (p.into) x[i] = y.load(m * p.N + n + i, {}) + x[i];
+        most = max(most, bits_of(x[i]) & 0x7fffffffu);
+      }
+  }
   typename Y::Sealed sealed{};
   if constexpr (Y::run == 16) {
     Range range;
@@ -71,7 +98,7 @@ __device__ inline void finish(const Result& p, const Y& y, float scale, int64_t 
     if (threadIdx.x % 4 == 0 && m < p.M && n < p.N) sealed = y.seal(m * ((p.N + 15) / 16) + n / 16, range);
     sealed.inverse = __shfl_sync(0xffffffffu, sealed.inverse, threadIdx.x % 32 / 4 * 4);
   }
-  if (m >= p.M) return;
+  if (m >= p.M) return most;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const int64_t to = m * p.N + n + i;
@@ -82,6 +109,7 @@ __device__ inline void finish(const Result& p, const Y& y, float scale, int64_t 
       if (n + i + 1 < p.N) y.store(to + 1, sealed, x[i + 1]);
     }
   }
+  return most;
 }
 
 }  // namespace coat::cuda

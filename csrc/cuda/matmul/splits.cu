@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(kThreads)
     matmul_kernel_splits(const Result p, const Y y, const float* parts, int splits, int64_t apart) {
   after_previous();
   const float scale = p.scale();
+  uint32_t most = 0;
   const int64_t quads = (p.N + 15) / 16 * 4, end = (p.M * quads + 31) / 32 * 32;  // whole warps
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += int64_t{gridDim.x} * kThreads) {
     const int64_t m = i / quads, n = i % quads * 4;
@@ -27,8 +28,9 @@ __global__ void __launch_bounds__(kThreads)
         x[3] += part.w;
       }
     }
-    finish(p, y, scale, m, n, x);
+    most = max(most, finish(p, y, scale, m, n, x));
   }
+  p.keep_amax<Y>(most);
 }
 
 }  // namespace

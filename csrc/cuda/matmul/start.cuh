@@ -7,7 +7,7 @@
 namespace coat::cuda {
 
 // What the three shapes of a call have in common. y is the view of a matrix of M lines and `width` columns at `to`.
-template <class Y>
+template <class Y, class Scales>
 struct Start {
   const Call& call;
   const Lines &a, &b;
@@ -16,10 +16,11 @@ struct Start {
   Y y;
   uint8_t* to;
   int64_t width, apart;
+  Scales scales;
 };
 
-template <class A, class B, bool AlongA, bool AlongB, class Shape, class Y>
-void start(const Start<Y>& s) {
+template <class A, class B, bool AlongA, bool AlongB, class Shape, class Y, class Scales>
+void start(const Start<Y, Scales>& s) {
   constexpr int kDepth = 128 / sizeof(A), kSizeY = sizeof(CodeOf<Y>);
   const char* name = s.call.name;
   constexpr int kRows = Shape::kRows * Shape::kCluster;
@@ -41,16 +42,16 @@ void start(const Start<Y>& s) {
       p.by_tiles ? tensor_map(name, s.to, kSizeY, s.call.M, s.width, s.width, 64) : a_map;  // a_map: not used
   const int64_t work = int64_t{p.down} * p.across * p.splits;
   const auto clusters = static_cast<unsigned>(std::min<int64_t>(work, multiprocessors() / Shape::kCluster));
-  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape>, clusters * Shape::kCluster,
-                  Shape::kThreads, Shape::kCluster, Shape::kShared, a_map, b_map, y_map, p, s.y);
+  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape, Scales>, clusters * Shape::kCluster,
+                  Shape::kThreads, Shape::kCluster, Shape::kShared, a_map, b_map, y_map, p, s.y, s.scales);
 }
 
-template <class A, class B, bool AlongA, bool AlongB, class Y>
-void start_shape(const Start<Y>& s) {
+template <class A, class B, bool AlongA, bool AlongB, class Y, class Scales>
+void start_shape(const Start<Y, Scales>& s) {
   const auto as = [&](auto shape) {
     using Shape = decltype(shape);
     static_assert(sizeof(A) == sizeof(B));
-    start<A, B, AlongA, AlongB, Shape>(s);
+    if constexpr (Shape::kHalves <= Scales::kMostHalves) start<A, B, AlongA, AlongB, Shape>(s);
   };
   switch (s.plan.shape) {  // the rows of kShapes
     case 0:
@@ -65,8 +66,8 @@ void start_shape(const Start<Y>& s) {
   }
 }
 
-template <class A, class B, bool AlongA, bool AlongB, class... Y>
-void multiply(const Call& call, Views<Y...> list) {
+template <class A, class B, bool AlongA, bool AlongB, class... Y, class Scales = NoScales>
+void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   constexpr int64_t kMost = INT32_MAX - 512;  // the copy engine counts in 32 bits, up to the end of the last tile
   const std::pair<const char*, int64_t> sizes[] = {{"M", call.M}, {"N", call.N}, {"K", call.K}};
   for (const auto& [letter, size] : sizes)
@@ -77,11 +78,13 @@ void multiply(const Call& call, Views<Y...> list) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, sizeof(A) == 1);
+  const Plan plan =
+      plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, sizeof(A) == 1, kHalf * Scales::kMostHalves);
   if (plan.splits == 1) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;
-      start_shape<A, B, AlongA, AlongB>(Start<V>{call, a, b, plan, call.result(), view, call.y.data, call.N, 0});
+      start_shape<A, B, AlongA, AlongB>(
+          Start<V, Scales>{call, a, b, plan, call.result(), view, call.y.data, call.N, 0, scales});
     });
     return;
   }
@@ -92,8 +95,9 @@ void multiply(const Call& call, Views<Y...> list) {
   sums.format = F32::format();
   rooms[2].emplace(call.M * width * 4);
   sums.data = rooms[2]->as<uint8_t>();
-  const Result plain{call.M, call.N, nullptr, nullptr, nullptr, false, false};
-  start_shape<A, B, AlongA, AlongB>(Start<F32>{call, a, b, plan, plain, F32(sums), sums.data, width, apart});
+  const Result plain{call.M, call.N};
+  start_shape<A, B, AlongA, AlongB>(
+      Start<F32, Scales>{call, a, b, plan, plain, F32(sums), sums.data, width, apart, scales});
   add_splits(call, rooms[2]->as<float>(), plan.splits, apart);
 }
 

@@ -1,6 +1,7 @@
 // Products on the tensor cores: the kernel for bf16 and FP8 operands in all three forms.
 #pragma once
 #include "finish.cuh"
+#include "scales.cuh"
 
 namespace coat::cuda {
 
@@ -49,12 +50,13 @@ struct Place {
 // A cluster of blocks takes one piece of work after the other. In a block one thread fetches by the copy engine, into a
 // ring of slots of 128 bytes along K; one or two warpgroups multiply. The blocks of a cluster stand one below the other
 // and fetch parts of b for each other. FP8 sums leave the tensor cores, which keep 14 bits, every 128 of K, and are
-// added in FP32; while one warpgroup adds, the other multiplies. Bytes per element of y: K (size of a / columns + size
-// of b / rows) of a cluster read from L2, one element written.
-template <class A, class B, bool AlongA, bool AlongB, class Y, class Shape>
+// added in FP32, times the scales of runs and blocks; while one warpgroup adds, the other multiplies. Bytes per element
+// of y: K (size of a / columns + size of b / rows) of a cluster read from L2, one element written.
+template <class A, class B, bool AlongA, bool AlongB, class Y, class Shape, class Scales>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     matmul_kernel_tensor(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                         const __grid_constant__ CUtensorMap y_map, const TensorProduct p, const Y y) {
+                         const __grid_constant__ CUtensorMap y_map, const TensorProduct p, const Y y,
+                         const Scales scales) {
   constexpr int kProducts = Shape::kProducts, kHalves = Shape::kHalves, kCluster = Shape::kCluster;
   constexpr int kSlots = Shape::kSlots, kSize = sizeof(A);
   constexpr int kDepth = 128 / kSize;  // of K in a slot
@@ -120,9 +122,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     if constexpr (kProducts > 1) take_registers<kProducts == 3 ? 160 : 232>();
     const int group = warpgroup() - 1, thread = static_cast<int>(threadIdx.x) % 128;
-    const Finish<Y> finish{
-        p.result,    y,           y_map, p.by_tiles, p.result.scale(), staging + group * Shape::kStaging,
-        thread % 32, thread / 32, group};
+    const float scale = p.result.scale();
     const auto release = [&](int slot) {
       if (thread < kCluster) barrier_arrive(empty + 8 * slot, thread);
     };
@@ -133,7 +133,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kHalves * 64; ++i) sums[i] = 0.f;
       int before = -1;  // the slot whose products may still run
+      const Place<Shape> begin_at(p, index, rank);
+      typename Scales::template Of<kHalves> factors(
+          scales, p.result, begin_at.m + 64 * group + row_of(thread / 32, thread % 32), begin_at.n, steps.first);
       for (int step = steps.first; step < steps.last; ++step) {
+        factors.fetch(scales);
         barrier_wait(full + 8 * slot, phase);
         const uint32_t at = slots + slot * Shape::kSlotBytes;
         const uint64_t a_at = operand_at(at + group * kTileBytes, kTileBytes);
@@ -153,8 +157,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
             products_wait<0>();
             hold(part);
             if (h == kHalves - 1) release(slot);
-#pragma unroll
-            for (int i = 0; i < 64; ++i) sums[64 * h + i] += part[i];
+            factors.add(sums + 64 * h, part, h);
           }
         } else {
           hold(sums);
@@ -174,6 +177,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         if (before >= 0) release(before);
       }
       const Place<Shape> place(p, index, rank);
+      const int again = static_cast<int>(anew(thread));  // registers are short in the loop above
+      const Finish<Y> finish{p.result,   y,          y_map, p.by_tiles, scale, staging + group * Shape::kStaging,
+                             again % 32, again / 32, group};
 #pragma unroll
       for (int h = 0; h < kHalves; ++h)
         finish(reinterpret_cast<float(&)[64]>(sums[64 * h]), place.m + 64 * group, place.n + kHalf * h, place.shift);
