@@ -126,7 +126,7 @@ export interface ParamOptions {
 
 /** Names like the pattern, in which `*` stands for anything. */
 function matcherOf(pattern: string): RegExp {
-  return new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
+  return new RegExp(`^${pattern.replace(/[\\^$.|?+()[\]{}]/g, '\\$&').replaceAll('*', '.*')}$`)
 }
 
 /** A trained tensor and its gradient. Fused ones (q|k|v, gate|up) carry the names of their parts as checkpoints have them. */
@@ -265,10 +265,6 @@ export abstract class Module implements Disposable {
   [Symbol.dispose](): void {
     this.dispose()
   }
-}
-
-function literally(text: string): string {
-  return text.replace(/[\\^$.|?+()[\]{}]/g, '\\$&')
 }
 
 export interface LinearOptions {
