@@ -31,8 +31,8 @@ describe.each(['cpu', 'cuda'] as const)('%s', (kind) => {
     const body = `
     const x = native.random_normal('bf16', 8, 64, 0, 1, 1, '${kind}')
     native.note('middle "here"', '${kind}')
-    const y = native.matmul_nt(x, x, null, 'f32')
-    try { native.matmul_nt(x, y, null, 'f32') } catch {}
+    const [y] = native.matmul_nt(x, x, null, 'f32', null)
+    try { native.matmul_nt(x, y, null, 'f32', null) } catch {}
     native.add_into(y, y)`
     expect(run(body, file)).toBe('')
     const trace = traceOf(readFileSync(file, 'utf8'))

@@ -495,8 +495,9 @@ describe('attention', () => {
       expect(b.out.slice(0, 40 * 16)).toEqual(a.out.slice(0, 40 * 16))
     })
 
-    // sums run in another order when tiles begin elsewhere
-    test('packed documents equal the same one by one, to a unit of bf16 in the largest value of a row', async () => {
+    // sums run in another order when tiles begin elsewhere; the tensor cores also round probabilities to bf16 by tiles
+    const units = device === 'cpu' ? 1 : 2
+    test(`packed documents equal the same one by one, to bf16 units of the largest in a row: ${units}`, async () => {
       const lengths = [1, 63, 65, 127, 44, 200]
       for (const causal of [0, 1]) {
         const one: Case = { T: 500, H: 2, J: 1, D: 64, causal }
@@ -513,8 +514,8 @@ describe('attention', () => {
             const [a, b] = [rows(packed[name], width), alone[name]]
             for (let at = 0; at < a.length; at += width) {
               const row = b.subarray(at, at + width)
-              const unit = stepOf('bf16', largestOf(row))
-              expect(largestOf(minus(a.subarray(at, at + width), row)), name).toBeLessThanOrEqual(unit)
+              const off = largestOf(minus(a.subarray(at, at + width), row))
+              expect(off, name).toBeLessThanOrEqual(units * stepOf('bf16', largestOf(row)))
             }
           }
           first += T
@@ -545,7 +546,7 @@ describe('attention', () => {
       { T: 256, H: 4, J: 1, D: 64, causal: 0, starts: startsOf([100, 156]) },
       { T: 256, H: 2, J: 1, D: 128, causal: 1, window: 100 },
     ])(
-      'gradients from FP8 copies: heads $H/$J of $D, causal $causal: cosine 0.999, common to all keys or not',
+      'gradients from FP8 copies: heads $H/$J of $D, causal $causal: as those of bf16, common to all keys or not',
       async (one) => {
         const { T, H, J, D } = one
         const [qkv, dout] = inputs(one)
@@ -557,7 +558,8 @@ describe('attention', () => {
           const { dx, fromFp8 } = await run('bf16', one, shifted, dout)
           cosines.push(cosine(dx, fromFp8))
         }
-        expect(Math.min(...cosines), `${T}: ${cosines}`).toBeGreaterThan(0.999)
+        // the tensor cores round probabilities to bf16, of the copies other ones
+        expect(Math.min(...cosines), `${T}: ${cosines}`).toBeGreaterThan(device === 'cpu' ? 0.999 : 0.9985)
       },
     )
   })

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQuerySlots; ++i) {
       barrier_init(q_full + 8 * i, 1);
-      barrier_init(q_empty + 8 * i, 2);
+      barrier_init(q_empty + 8 * i, 8);
     }
     for (int i = 0; i < kSlots; ++i)
       for (const uint32_t of : {k_full, v_full}) {
@@ -237,10 +237,9 @@ __global__ void __launch_bounds__(384, 1)
       }
       if constexpr (Mixes)
         send_sums<Head>(out, q_at, Own::kTile, out_map, task.sequence, first, task.head, thread, 1 + group);
-      if (thread == 0) {
-        if constexpr (Mixes) stores_have_read();
-        barrier_arrive(q_empty + 8 * q_ring.slot, 0);
-      }
+      if (Mixes && thread == 0) stores_have_read();
+      __syncwarp();  // all lanes have read the task: one of every warp says so
+      if (thread % 32 == 0) barrier_arrive(q_empty + 8 * q_ring.slot, 0);
       q_ring.next();
     }
     if (thread == 0) stores_done();

@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kOwnSlots; ++i) {
       barrier_init(own_full + 8 * i, 1);
-      barrier_init(own_empty + 8 * i, 2);
+      barrier_init(own_empty + 8 * i, 8);
     }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 2);
+      barrier_init(empty + 8 * i, 8);
     }
     barrier_init_done();
   }
@@ -96,8 +96,10 @@ __global__ void __launch_bounds__(384, 1)
     Ring<kSlots> ring;
     float dk[kWantsK ? Head / 2 : 2], dv[kWantsV ? Head / 2 : 2], s[kQueries / 2], ds[kQueries / 2];
     uint32_t codes[kQueries / 4], dcodes[kQueries / 4];
-    const auto release = [&](int slot) {
-      if (thread_again() == 0) barrier_arrive(empty + 8 * slot, 0);
+    // what all lanes have read of shared memory is free: one of every warp says so
+    const auto release = [&](uint32_t barrier) {
+      __syncwarp();
+      if (thread_again() % 32 == 0) barrier_arrive(barrier, 0);
     };
     while (true) {
       barrier_wait(own_full + 8 * own.slot, own.phase);
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(384, 1)
           products_commit();
         }
         products_wait<0>();  // registers do not hold the scores of the next tile beside what runs
-        release(ring.slot);
+        release(empty + 8 * ring.slot);
         adds = true;
         ring.next();
       }
@@ -196,10 +198,8 @@ __global__ void __launch_bounds__(384, 1)
         send_sums<Head>(dk, k_at, Own::kTile, dqkv_map, task.sequence, task.first + 64 * group, p.H + task.head,
                         thread_again(), 1 + group);
       }
-      if (thread_again() == 0) {
-        stores_have_read();
-        barrier_arrive(own_empty + 8 * own.slot, 0);
-      }
+      if (thread_again() == 0) stores_have_read();
+      release(own_empty + 8 * own.slot);
       own.next();
     }
     if (thread_again() == 0) stores_done();

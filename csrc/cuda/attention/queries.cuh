@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kOwnSlots; ++i) {
       barrier_init(own_full + 8 * i, 1);
-      barrier_init(own_empty + 8 * i, 2);
+      barrier_init(own_empty + 8 * i, 8);
     }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(full + 8 * i, 1);
@@ -164,10 +164,9 @@ __global__ void __launch_bounds__(384, 1)
       if (kTurnsBack<Head> && p.table) turn_back<Head>(p, task.sequence, first, thread, dq);
       if (p.largest) leave_largest(p, first, thread, dq);
       send_sums<Head>(dq, q_at, Own::kTile, dqkv_map, task.sequence, first, task.head, thread, 1 + group);
-      if (thread == 0) {
-        stores_have_read();
-        barrier_arrive(own_empty + 8 * own.slot, 0);
-      }
+      if (thread == 0) stores_have_read();
+      __syncwarp();  // all lanes have read the task: one of every warp says so
+      if (thread % 32 == 0) barrier_arrive(own_empty + 8 * own.slot, 0);
       own.next();
     }
     if (thread == 0) stores_done();
