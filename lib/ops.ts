@@ -167,7 +167,7 @@ export interface ActivationFormats extends NonlinearFormats {
 export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
   const twin = formats.dx === 'e5m2/t' ? formats.dx : null
   return activation('swiglu', native.swiglu_forward, x, formats, (dy, x) => {
-    const [handle, turned] = native.swiglu_backward(dy, x, formats.dx, twin)
+    const [handle, turned] = native.swiglu_backward(dy, x, null, null, formats.dx, twin, null)
     const dx = Tensor.own(handle, formats.dx)
     if (turned !== null) dx.adoptTwin(turned, 'e5m2/t', 'e5m2/t transposed')
     return dx
