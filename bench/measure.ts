@@ -48,6 +48,7 @@ const fills: Readonly<Record<string, (u: number, sizes: Sizes, i: number) => num
   v: (u) => u * u,
   clip: () => 0.5, // [factor, skip]: skip is set to 0 below
   dloss: () => 1,
+  amax: () => 8, // normal numbers lie below it
   starts: (_, { T = 1 }, i) => (i % T) - ((i % T) % documentRows(T)),
   scale: () => 1 / 128, // for numbers up to 3.5 in e4m3
 }

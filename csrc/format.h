@@ -63,13 +63,16 @@ COAT_HD void count_infs(Status* status, uint32_t infs) {
 #endif
 }
 
+// The smallest power of two that is not below x, which is positive and finite.
+COAT_HD float power_not_below(float x) { return float_of((bits_of(x) + 0x7fffffu) & 0x7f800000u); }
+
 // Scale that maps the range's maximum to the largest code; 1 / max for a range of zeros. Of f16 the power of two that
 // is not below it (FP8-LM): codes then round as values do.
 template <class Code>
 COAT_HD float scale_for(const Range& range) {
   const float amax = range.max == 0 ? 1.f : float_of(range.max);
   const float exact = amax / Code::max();
-  const float scale = Code::bits == 16 ? float_of((bits_of(exact) + 0x7fffffu) & 0x7f800000u) : exact;
+  const float scale = Code::bits == 16 ? power_not_below(exact) : exact;
   return scale < kMinNormal ? kMinNormal : scale;
 }
 
@@ -78,6 +81,14 @@ template <class Code>
 COAT_HD float scale_from_amax(float amax) {
   const uint32_t a = bits_of(amax) & 0x7fffffffu;
   return scale_for<Code>(Range{a < 0x7f800000u ? a : bits_of(kLargest), 0});
+}
+
+// The scale for a tensor of which only a bound of |x| is known: the power of two that is not below that of such a
+// largest |x|. Codes are then the values' own digits, however wide the bound is. A bound 2^k above the largest |x|
+// costs the lowest k of the 2^32 that E5M2 spans, values that are 2^(31 - k) below the largest.
+template <class Code>
+COAT_HD float scale_from_bound(float bound) {
+  return power_not_below(scale_from_amax<Code>(bound));
 }
 
 // ---- views: open(b) -> what load needs of block b; seal(b, range) -> what store needs; store = put what is scaled

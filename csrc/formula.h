@@ -131,6 +131,15 @@ COAT_HD float swiglu_gradient(float gate, float up, float dy, float& dgate, floa
   return s;
 }
 
+// The scale of that gradient as e5m2/t where no |dy| is above amax, no |gate| above `gate` and no |up| above `up`:
+// |silu(x)| <= |x| and |silu'(x)| < kSiluSlope. Bits of magnitudes order like them, NaN above all; a bound of NaN or
+// Inf stands for the largest finite number.
+constexpr float kSiluSlope = 1.1f;
+COAT_HD float swiglu_gradient_scale(float amax, float gate, float up) {
+  const uint32_t a = bits_of(gate), b = bits_of(kSiluSlope * up);
+  return scale_from_bound<E5M2>(amax * float_of(a > b ? a : b));
+}
+
 // Phi(x) = erfc(-x / sqrt 2) / 2, the normal distribution function. erfc(z) e^(z^2) is a polynomial in 1 / (1 + z / 2),
 // fitted for relative error below 2e-7 on [0, 10]. Here Phi(-|x|).
 COAT_HD float normal_tail(float x) {

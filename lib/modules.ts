@@ -536,10 +536,11 @@ export class MLP extends Module {
   }
 
   forward(x: Tensor): Tensor {
-    const activate = this.activation === 'swiglu' ? ops.swiglu : ops.gelu
     // the wide input of the activation is freed before the next product
-    const product = scope(() => activate(this.input.forward(x), this.formats))
-    return this.output.forward(product)
+    const { input, output, formats } = this
+    if (this.activation === 'gelu') return output.forward(scope(() => ops.gelu(input.forward(x), formats)))
+    const { weight, bias } = output
+    return scope(() => ops.swigluLinear(input.forward(x), weight.tensor, bias?.tensor ?? null, formats, output.formats))
   }
 }
 

@@ -45,8 +45,8 @@ export interface NativeOps {
   layernorm_backward(dy: Handle, x: Handle, w: Handle | null, mean: Handle, rstd: Handle, dx: 'f32' | 'bf16', dw: 'f32' | 'bf16' | null, db: 'f32' | 'bf16' | null): [dx: Handle, dw: Handle | null, db: Handle | null]
   /** y = silu(gate) * up with gate = x[:, :F], up = x[:, F:]; scale, if given, is the per-tensor scale of y. x [M, 2*F], scale [1], y [M, F]. */
   swiglu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
-  /** dx = [dy * up * silu'(gate), dy * silu(gate)]; twin = transpose of dx, the same codes. dy [M, F], x [M, 2*F], dx [M, 2*F], twin [2*F, M]. */
-  swiglu_backward(dy: Handle, x: Handle, dx: 'f32' | 'bf16' | 'e5m2/t', twin: 'e5m2/t' | null): [dx: Handle, twin: Handle | null]
+  /** dx = [dy * up * silu'(gate), dy * silu(gate)]; twin = transpose of dx, the same codes; product = transpose of swiglu_forward's y with this scale, the same codes. amax, if given, is no less than any |dy|: where x is e4m3/g16 the scale of dx is then not measured, but the power of two that is not below amax * max(1.1 U, G) / 57344 with U and G the largest |up| and |gate| that the scales of x allow (448 times a scale); a bound of NaN or Inf stands for the largest finite number. dy [M, F], x [M, 2*F], amax [1], scale [1], dx [M, 2*F], twin [2*F, M], product [F, M]. */
+  swiglu_backward(dy: Handle, x: Handle, amax: Handle | null, scale: Handle | null, dx: 'f32' | 'bf16' | 'e5m2/t', twin: 'e5m2/t' | null, product: 'e4m3/t' | null): [dx: Handle, twin: Handle | null, product: Handle | null]
   /** y = x * Phi(x), the exact (erf) form; scale, if given, is the per-tensor scale of y. x [M, N], scale [1], y [M, N]. */
   gelu_forward(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16'): Handle
   /** dx = dy * (Phi(x) + x * phi(x)). dy [M, N], x [M, N], dx [M, N]. */

@@ -29,43 +29,64 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
 /** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so. */
 export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const xq = x.as(formats.x)
+  const y = product(xq, w, b, formats)
+  recordedBy(x, w, b)?.push('linear', inputsOf(x, w, b), y, [xq, w], (dy, [xq, w]) => {
+    if (!xq || !w) return []
+    const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
+    const scaled = isScaled(formats.dy)
+    const dw = w.requiresGrad
+      ? weightGradient(dy, scaled ? xq.as(formats.x, { transposed: true }) : xq, w, formats)
+      : null
+    return [dx, dw, biasGradient(dy, b, formats)]
+  })
+  return y
+}
+
+const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
+
+/** x wᵀ + b of an operand x [M, K]. */
+function product(xq: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const wq = w.as(formats.w)
   const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
   if (isScaled(formats.dy)) y.gradientFormat = formats.dy
   w.dropTwins()
-  recordedBy(x, w, b)?.push('linear', [x, w, ...(b ? [b] : [])], y, [xq, w], (dy, [xq, w]) => {
-    if (!xq || !w) return []
-    const dyq = dy.as(formats.dy)
-    const scaled = isScaled(formats.dy)
-    let dx: Tensor | null = null
-    if (x.requiresGrad) {
-      const wanted = x.gradientFormat ? 'f32' : null
-      const [product, amax] = scaled
-        ? native.matmul_nt(dyq.handle, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)
-        : native.matmul_nn(dyq.handle, w.as(formats.w).handle, formats.dx, wanted)
-      dx = Tensor.own(product, formats.dx)
-      if (amax !== null) dx.adoptAmax(amax)
-      w.dropTwins()
-    }
-    let dw: Tensor | null = null
-    if (w.requiresGrad) {
-      const left = scaled ? dy.as(formats.dy, { transposed: true }).handle : dyq.handle
-      const right = scaled ? xq.as(formats.x, { transposed: true }).handle : xq.handle
-      const held = w.sink?.held
-      if (held) {
-        const add = scaled ? native.matmul_nt_into : native.matmul_tn_into
-        add(held.handle, left, right)
-      } else {
-        const [product] = scaled
-          ? native.matmul_nt(left, right, null, formats.dw, null)
-          : native.matmul_tn(left, right, formats.dw, null)
-        dw = Tensor.own(product, formats.dw)
-      }
-    }
-    const db = b?.requiresGrad ? Tensor.own(native.column_sum(dy.as(formats.dx).handle, formats.dw)) : null
-    return [dx, dw, db]
-  })
   return y
+}
+
+/** dy w [M, K], with its largest magnitude where that is wanted. */
+function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean): Tensor {
+  const dyq = dy.as(formats.dy).handle
+  const wanted = withAmax ? 'f32' : null
+  const [handle, amax] = isScaled(formats.dy)
+    ? native.matmul_nt(dyq, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)
+    : native.matmul_nn(dyq, w.as(formats.w).handle, formats.dx, wanted)
+  const dx = Tensor.own(handle, formats.dx)
+  if (amax !== null) dx.adoptAmax(amax)
+  w.dropTwins()
+  return dx
+}
+
+/**
+ * dyᵀ x [N, K], with the operand x transposed [K, M] where dy is scaled; null where it was added to the gradient that w holds
+ * already.
+ */
+function weightGradient(dy: Tensor, x: Tensor, w: Tensor, formats: LinearFormats): Tensor | null {
+  const scaled = isScaled(formats.dy)
+  const left = dy.as(formats.dy, { transposed: scaled }).handle
+  const held = w.sink?.held
+  if (held) {
+    const add = scaled ? native.matmul_nt_into : native.matmul_tn_into
+    add(held.handle, left, x.handle)
+    return null
+  }
+  const [dw] = scaled
+    ? native.matmul_nt(left, x.handle, null, formats.dw, null)
+    : native.matmul_tn(left, x.handle, formats.dw, null)
+  return Tensor.own(dw, formats.dw)
+}
+
+function biasGradient(dy: Tensor, b: Tensor | null, formats: LinearFormats): Tensor | null {
+  return b?.requiresGrad ? Tensor.own(native.column_sum(dy.as(formats.dx).handle, formats.dw)) : null
 }
 
 /**
@@ -165,19 +186,83 @@ export interface ActivationFormats extends NonlinearFormats {
 
 /** silu(gate) · up: x = [gate | up] [M, 2F] → [M, F]. A quantized gradient comes with the transpose that its GEMM reads. */
 export function swiglu(x: Tensor, formats: ActivationFormats): Tensor {
-  const twin = formats.dx === 'e5m2/t' ? formats.dx : null
-  return activation('swiglu', native.swiglu_forward, x, formats, (dy, x) => {
-    const [handle, turned] = native.swiglu_backward(dy, x, formats.dx, twin)
-    const dx = Tensor.own(handle, formats.dx)
-    if (turned !== null) dx.adoptTwin(turned, 'e5m2/t', 'e5m2/t transposed')
-    return dx
-  })
+  const y = activation('swiglu', native.swiglu_forward, x, formats, (dy, x) => swigluGradient(dy, x, formats)[0])
+  if (formats.dx === 'e5m2/t') y.gradientFormat = formats.dx
+  return y
+}
+
+/** dx [M, 2F] and, given the scale of the result, its transpose [F, M], made again from x on the way. */
+function swigluGradient(
+  dy: Tensor,
+  x: Tensor,
+  { dx: format }: ActivationFormats,
+  scale: Tensor | null = null,
+): [dx: Tensor, product: Tensor | null] {
+  const turned = format === 'e5m2/t' ? format : null
+  const [handle, twin, product] = native.swiglu_backward(
+    dy.handle,
+    x.handle,
+    turned && dy.amax,
+    scale?.handle ?? null,
+    format,
+    turned,
+    scale && 'e4m3/t',
+  )
+  const dx = Tensor.own(handle, format)
+  if (twin !== null) dx.adoptTwin(twin, 'e5m2/t', 'e5m2/t transposed')
+  return [dx, product === null ? null : Tensor.own(product, 'e4m3/t')]
+}
+
+/**
+ * linear(swiglu(x), w, b): x [M, 2F], w [N, F] → [M, N]; consumes x. Where the operands are FP8 and the tape makes things again, it
+ * keeps the FP8 copy of x and one scale, and backward makes the transposed operand of the weight gradient in the same pass
+ * as the gradient of x.
+ */
+export function swigluLinear(
+  x: Tensor,
+  w: Tensor,
+  b: Tensor | null,
+  activation: ActivationFormats,
+  formats: LinearFormats,
+): Tensor {
+  const tape = recordedBy(x, w, b)
+  const { x: read, saved, y: operand, dx } = activation
+  const fp8 = saved === 'e4m3/g16' && operand === 'e4m3/t' && formats.x === operand && dx === 'e5m2/t'
+  if (!tape || tape.recompute === 'none' || !fp8 || !isScaled(formats.dy) || !x.requiresGrad || !w.requiresGrad) {
+    const gated = swiglu(x, activation)
+    x.dispose()
+    const y = linear(gated, w, b, formats)
+    gated.dispose()
+    return y
+  }
+  const gated = Tensor.own(native.swiglu_forward(x.as(read).handle, null, operand), operand)
+  const kept = x.as(saved).retain()
+  try {
+    x.dispose() // before the product is there
+    const scale = Tensor.own(native.scale_of(gated.handle), 'f32')
+    const y = product(gated, w, b, formats)
+    gated.dispose()
+    tape.push('swiglu', inputsOf(x, w, b), y, [kept, scale, w], (dy, [kept, scale, w]) => {
+      if (!kept || !scale || !w) return []
+      dy.keepsScale = true
+      const dgated = inputGradient(dy, w, formats, true)
+      dy.dropTwins() // the next pass needs the most memory, and the transpose can wait
+      const [dx, again] = swigluGradient(dgated, kept, activation, scale)
+      dgated.dispose()
+      const dw = weightGradient(dy, again as Tensor, w, formats)
+      dy.dropTwins()
+      return [dx, dw, biasGradient(dy, b, formats)]
+    })
+    return y
+  } finally {
+    kept.release()
+  }
 }
 
 /** x Φ(x), the exact GELU: [M, N] → [M, N]. */
 export function gelu(x: Tensor, formats: ActivationFormats): Tensor {
   return activation('gelu', native.gelu_forward, x, formats, (dy, x) =>
-    Tensor.own(native.gelu_backward(dy, x, formats.dx), formats.dx),
+    Tensor.own(native.gelu_backward(dy.handle, x.handle, formats.dx), formats.dx),
   )
 }
 
@@ -186,12 +271,12 @@ function activation(
   forward: (x: Handle, scale: Handle | null, y: ActivationFormats['y']) => Handle,
   x: Tensor,
   formats: ActivationFormats,
-  backward: (dy: Handle, x: Handle) => Tensor,
+  backward: (dy: Tensor, x: Tensor) => Tensor,
 ): Tensor {
   const y = Tensor.own(forward(x.as(formats.x).handle, null, formats.y), formats.y)
   const tape = recordedBy(x)
   const kept = tape && x.as(formats.saved)
-  if (kept) tape.push(name, [x], y, [kept], (dy, [kept]) => [backward(dy.handle, (kept as Tensor).handle)])
+  if (kept) tape.push(name, [x], y, [kept], (dy, [kept]) => [backward(dy, kept as Tensor)])
   remakeFrom(kept, y, (x, scale) => forward(x, scale, 'e4m3/t'))
   return y
 }

@@ -149,7 +149,7 @@ export class Tensor implements Disposable {
   remake: Remake | null = null
   /** Holds its scale. */
   foretold: Foretold | null = null
-  /** The scaled format in which the op that made this tensor will read its gradient. */
+  /** The scaled format in which the op that made this tensor reads its gradient, or writes another one after it. */
   gradientFormat: Format | null = null
   /** Keeps the scale of `/t` twins until the tensor changes: for weights, whose twins are made many times a step. */
   keepsScale = false
@@ -304,6 +304,12 @@ export class Tensor implements Disposable {
   adoptAmax(handle: Handle): void {
     this.#amax?.tensor.release()
     this.#amax = { tensor: Tensor.#retain(handle), version: native.version(this.handle) }
+  }
+
+  /** The largest |x| that it carries, unless it has changed since. */
+  get amax(): Handle | null {
+    const known = this.#amax
+    return known && known.version === native.version(this.handle) ? known.tensor.handle : null
   }
 
   /** The tensor of which this one is a twin. */

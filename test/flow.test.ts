@@ -8,19 +8,22 @@ import {
   type DeviceName,
   type LedgerRow,
   LlamaForCausalLM,
+  MLP,
   memory,
   noGrad,
   ops,
   type Recipe,
   type Recompute,
   recipes,
+  resetPeak,
   scope,
   Tape,
   Tensor,
 } from '../lib/index.ts'
 import type { BlockSizes } from '../lib/modules.ts'
 import { native } from '../lib/native.ts'
-import { devices, present } from './harness.ts'
+import type { Stored } from './decode.ts'
+import { devices, present, stored } from './harness.ts'
 import { smallLlama, sum } from './values.ts'
 
 const D = 96
@@ -162,7 +165,8 @@ describe.each(devices)('on %s', (device) => {
       const expected = [
         row('rmsnorm', 'e4m3/g16', 2, 2 * g16(M * D)), // input and middle
         row('rmsnorm', 'f32', 2, 2 * 4 * M),
-        row('linear', 'f32', 4, 4 * 4), // scales of what is made again: two norms, attention's output, the product
+        row('linear', 'f32', 3, 3 * 4), // scales of what is made again: two norms, attention's output
+        row('swiglu', 'f32', 1, 4), // … and the product
         row('attention', 'bf16', 2, 2 * M * (H + 2 * J) * headDim + 2 * M * H * headDim),
         row('attention', 'f32', 1, 4 * M * H),
         row('swiglu', 'e4m3/g16', 1, g16(M * 2 * F)),
@@ -206,6 +210,73 @@ describe.each(devices)('on %s', (device) => {
     // two inputs in bf16 with their twins
     const twin = recipe === recipes.bf16 ? 0 : 1.125
     expect(bytes(layer)).toBe(2 * M * D * (2 + twin))
+  })
+
+  test.each([
+    ['coat', recipes.coat, false],
+    ["flow 'save'", saving, false],
+    ['coat, with biases and gradients to add to', recipes.coat, true],
+  ] as const)('%s: SwiGLU and its product as one give the bits of two ops', async (_, recipe, more) => {
+    const built = build({ recipe, device, seed: 4 })
+    using mlp = new MLP(built, 'm', { hidden: D, inner: F, activation: 'swiglu', bias: more })
+    const { input, output, formats } = mlp
+    using targets = Tensor.from(new Int32Array(M), [M], { device })
+    const backward = native.swiglu_backward
+    const run = async (how: 'one' | 'two' | 'measured') => {
+      const dx: Promise<Stored>[] = []
+      const calls = vi.spyOn(native, 'swiglu_backward').mockImplementation((...given) => {
+        const made = backward(...given)
+        dx.push(stored(made[0]))
+        return made
+      })
+      const peaks: number[] = []
+      for (const seed of more ? [1, 2] : [1]) {
+        using x = normal(M, D, seed, device)
+        x.requiresGrad = true
+        using tape = new Tape()
+        using loss = tape.record(() =>
+          scope(() => {
+            if (how === 'one') return ops.crossEntropy(mlp.forward(x), targets, 1 / M)
+            const product = scope(() => ops.swiglu(input.forward(x), formats))
+            if (how === 'measured') product.gradientFormat = null
+            return ops.crossEntropy(output.forward(product), targets, 1 / M)
+          }),
+        )
+        resetPeak()
+        tape.backward(loss)
+        peaks.push(memory().peak.total)
+      }
+      const bounded = calls.mock.calls.map(([, , amax]) => amax !== null)
+      const turned = calls.mock.calls.map(([, , , , , , product]) => product !== null)
+      vi.restoreAllMocks()
+      const bits = Object.fromEntries(
+        await Promise.all(mlp.parameters().map(async ({ name, grad }) => [name, await digest(grad)] as const)),
+      )
+      for (const param of mlp.parameters()) param.dropGrad()
+      return { bits, bounded, turned, dx: await Promise.all(dx), peak: Math.max(...peaks) }
+    }
+    const [one, two, measured] = [await run('one'), await run('two'), await run('measured')]
+    const times = more ? 2 : 1
+    expect(one.bounded).toEqual(Array(times).fill(true))
+    expect(one.turned).toEqual(Array(times).fill(true))
+    expect(two.bounded).toEqual(Array(times).fill(true))
+    expect(two.turned).toEqual(Array(times).fill(false))
+    expect(measured.bounded).toEqual(Array(times).fill(false))
+    expect(Object.keys(one.bits)).toHaveLength(more ? 4 : 2)
+    expect(one.bits).toEqual(two.bits)
+    expect(one.bits['m.down_proj.weight']).toBe(measured.bits['m.down_proj.weight'])
+    expect(one.peak - two.peak).toBeLessThanOrEqual(M * F) // the operand that comes with the gradient of x
+    one.dx.forEach(({ values, blocks }, i) => {
+      expect(Number.isInteger(Math.log2(blocks[0]?.scale ?? 0))).toBe(true)
+      const other = measured.dx[i] as Stored
+      values.forEach((value, j) => {
+        const known = other.values[j] as number
+        // two roundings to two bits, or to the smallest codes
+        expect(Math.abs(value - known)).toBeLessThanOrEqual(
+          Math.max(Math.abs(value), Math.abs(known)) / 4 + 2 ** -16 * (blocks[0]?.scale ?? 0),
+        )
+      })
+    })
   })
 
   test('a layer that runs again sees the same documents', async () => {

@@ -78,6 +78,7 @@ export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
   | (
       | 'a'
+      | 'amax'
       | 'b'
       | 'bias'
       | 'cache'

@@ -1,119 +1,10 @@
-// swiglu on the device: silu(gate) * up on the two halves of a row.
-#include "../ops.h"
-#include "near.cuh"
+// The gradient of swiglu on the device, with the transposes that the products of a layer read.
+#include <optional>
+
+#include "swiglu.cuh"
 
 namespace coat::cuda {
 namespace {
-
-constexpr unsigned kThreads = 256;
-constexpr float kLowestGate = -86.f, kLargestProduct = 0x1p100f;  // within them nothing overflows or flushes
-constexpr float kMostBelow = 0.2785f, kSteepest = 2.3994f;        // largest |silu(x)| for x < 0; where silu' is largest
-constexpr float kRoot = -1.27846454f;                             // of silu'
-constexpr float kMostSlope = 1.1f;                                // … and above that
-
-// 16 columns of half 0, the gates, or 1, the ups, of x: those of run at.run of y.
-template <bool Whole, class X>
-__device__ inline void load_half(const X& x, const Walk& at, int64_t F, int half, float (&out)[kRun]) {
-  if (Whole)
-    load_run(x, at.row, 2 * F, half * at.runs + at.run, true, out);
-  else
-    load_some(x, at.row, 2 * F, half * F + at.run * kRun, length_of(F, at.run), out);
-}
-
-// x with F a multiple of 16: where the halves of a run or an element of y lie.
-template <class X>
-struct Halves {
-  X x;
-  int64_t F;
-  __device__ void fetch(int64_t row, int64_t run, Pack<X, kRun>& gate, Pack<X, kRun>& up) const {
-    const int64_t runs = F / kRun, i = row * 2 * F + run * kRun, b = row * 2 * runs + run;
-    gate.fetch(x, i, b);
-    up.fetch(x, i + F, b + runs);
-  }
-  __device__ void reach(int64_t row, int64_t run, float& gate, float& up) const {
-    const int64_t runs = F / kRun, i = row * 2 * F + run * kRun, b = row * 2 * runs + run;
-    gate = reach_of(x, i, b);
-    up = reach_of(x, i + F, b + runs);
-  }
-  __device__ void load(int64_t row, int64_t col, float& gate, float& up) const {
-    const int64_t i = row * 2 * F + col, b = i / kRun;
-    gate = load_one(x, i, b);
-    up = load_one(x, i + F, b + F / kRun);
-  }
-};
-
-// A thread takes 16 columns of y at a time: 16 gates and the 16 ups F columns behind. Whole: F is a multiple of 16, so
-// that runs are full and none crosses from gate to up; else element by element. Moves x and y once; a /t scale that has
-// to be measured reads x once more.
-template <bool Whole, class X, class Y>
-__global__ __launch_bounds__(kThreads, 2) void swiglu_forward_kernel(X x, Output<Y> y, int64_t M, int64_t F) {
-  y.open();
-  for (Walk at(M, runs_of(F)); at.more(); at.next()) {
-    float gate[kRun], up[kRun];
-    load_half<Whole>(x, at, F, 0, gate);
-    load_half<Whole>(x, at, F, 1, up);
-#pragma unroll
-    for (int k = 0; k < kRun; ++k) gate[k] = swiglu(gate[k], up[k]);
-    put_run(y, at.row, F, at.run, Whole, gate);
-  }
-  y.close();
-}
-
-// The same for whole runs, nearly first; the codes of the next run are fetched before this one is computed.
-template <class X, class Y>
-__global__ __launch_bounds__(kThreads, sizeof(CodeOf<X>) == 1 ? 4 : 2) void swiglu_forward_kernel_near(Halves<X> x,
-                                                                                                       Output<Y> y,
-                                                                                                       int64_t M) {
-  const int64_t F = x.F;
-  y.open();
-  const float inverse = y.inverse();
-  Pack<X, kRun> next_gate, next_up;
-  Walk at(M, F / kRun);
-  if (at.more()) x.fetch(at.row, at.run, next_gate, next_up);
-  while (__any_sync(0xffffffffu, at.more())) {
-    const int64_t row = at.row, run = at.run;
-    const bool here = at.more();
-    float v[kRun], up[kRun];
-    next_gate.unpack(x.x, v);
-    next_up.unpack(x.x, up);
-    const float reach_gate = reach_of(next_gate, v), reach_up = reach_of(next_up, up);
-    bool certain = is_near_scale(inverse) && lowest_of(reach_gate, kLowestGate, v) > kLowestGate &&
-                   reach_gate * reach_up < kLargestProduct;
-    at.next();
-    if (at.more()) x.fetch(at.row, at.run, next_gate, next_up);
-#pragma unroll
-    for (int k = 0; k < kRun; ++k) v[k] = swiglu<Near>(v[k], up[k]);
-    if (here) {
-      Pack<Y, kRun> pack;
-      certain = encode_near(pack, v, kNearError, inverse) && certain;
-      if (certain) y.put_codes(row * F + run * kRun, pack);
-    }
-    do_together(here && !certain, row, run, [&](int64_t its_row, int64_t col) {
-      float gate, up;
-      x.load(its_row, col, gate, up);
-      y.put_one(its_row * F + col, swiglu(gate, up));
-    });
-  }
-  y.close();
-}
-
-template <class X>
-__global__ __launch_bounds__(kSearchThreads) void swiglu_forward_kernel_search(Halves<X> x, uint32_t* max, int64_t M) {
-  find_largest(
-      max, M, x.F / kRun,
-      [&](int64_t row, int64_t run, float known) {
-        float gate, up;
-        x.reach(row, run, gate, up);
-        const float quick = fmaxf(swiglu<Near>(gate, up), kMostBelow * up) * kNearSlack;
-        if (quick <= known) return quick;
-        return fmaxf(swiglu(gate, up), kMostBelow * up) * kBoundSlack<X>;
-      },
-      [&](Range& range, int64_t row, int64_t col) {
-        float gate, up;
-        x.load(row, col, gate, up);
-        range.add(swiglu(gate, up));
-      });
-}
 
 // The same threads; dx has no runs, so its halves may lie anywhere. Moves dy, x and dx once; measuring reads dy and x
 // once more.
@@ -145,9 +36,48 @@ __global__ __launch_bounds__(kThreads, 2) void swiglu_backward_kernel(DY dy, X x
   dx.close();
 }
 
+// The scale of dx [1] by the scales of x, which lie [M, 2F / 16] and are all that is read of it; largest [blocks, 2]. A
+// thread takes 8 scales at a time where these belong to one half.
+__global__ __launch_bounds__(kThreads) void swiglu_backward_kernel_bound(E4M3G16 x, const float* amax, int64_t M,
+                                                                         int64_t F, uint32_t* largest,
+                                                                         uint32_t* counter, float* scale) {
+  uint32_t most[2] = {};  // bits of bf16 magnitudes, those of gates and of ups: two a word at first
+  if (F % (8 * kRun) == 0) {
+    for (Walk at(2 * M, F / (8 * kRun)); at.more(); at.next()) {
+      const uint4 eight = reinterpret_cast<const uint4*>(x.scale)[at.row * at.runs + at.run];
+      constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+      const uint32_t two = __vmaxu2(__vmaxu2(eight.x & kMagnitudes, eight.y & kMagnitudes),
+                                    __vmaxu2(eight.z & kMagnitudes, eight.w & kMagnitudes));
+      most[0] = __vmaxu2(most[0], at.row % 2 == 0 ? two : 0u);
+      most[1] = __vmaxu2(most[1], at.row % 2 == 0 ? 0u : two);
+    }
+  } else {
+    for (Walk at(M, runs_of(2 * F)); at.more(); at.next()) {
+      const uint32_t one = x.scale[at.row * at.runs + at.run] & 0x7fffu;
+      if (at.run * kRun < F) most[0] = max(most[0], one);
+      if ((at.run + 1) * kRun > F) most[1] = max(most[1], one);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    most[half] = block_max(max(most[half] & 0xffffu, most[half] >> 16));
+    if (threadIdx.x == 0) largest[2 * blockIdx.x + half] = most[half];
+  }
+  if (!is_last(counter, gridDim.x)) return;
+  float reach[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t all = 0;
+    for (unsigned block = threadIdx.x; block < gridDim.x; block += kThreads) all = max(all, largest[2 * block + half]);
+    reach[half] = BFloat16::decode(static_cast<uint16_t>(block_max(all))) * E4M3::max();
+  }
+  if (threadIdx.x == 0) *scale = swiglu_gradient_scale(*amax, reach[0], reach[1]);
+}
+
 // Tiles of kTileRows rows and kTileCols columns of dy, a thread 16 columns of a row. The codes of dx go out as they are
-// and, with Twin, through shared memory into twin [2F, M], the transpose: there a word holds four columns of a row, and
-// a thread turns four words of four rows. M is a multiple of 4 with Twin.
+// and, of the first `Turned` of gates, ups and products, through shared memory into the transposes, twin [2F, M] and
+// product [F, M]: there a word holds four columns of a row, and a thread turns four words of four rows. Turned is 0, 2
+// or 3; if it is not 0, M is a multiple of 4.
 constexpr int kTileRows = 128, kTileCols = 64, kTileWords = kTileCols / 4, kTileThreads = kTileRows * kTileCols / kRun;
 struct Tile {
   uint32_t word[kTileRows * kTileWords];
@@ -168,18 +98,19 @@ struct Tile {
   }
 };
 
-template <bool Twin, class DY, class X>
+template <int Turned, class DY, class X>
 __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 3
                                                ? 1
                                                : 2) void swiglu_backward_kernel_near(DY dy, Halves<X> x,
                                                                                      Output<E5M2T> dx, E5M2T twin,
-                                                                                     int64_t M) {
-  __shared__ Tile tile[Twin ? 2 : 1];  // gates, ups
+                                                                                     Output<E4M3T> product, int64_t M) {
+  __shared__ Tile tile[Turned > 0 ? Turned : 1];  // gates, ups, products
   const int64_t F = x.F, across = (F + kTileCols - 1) / kTileCols, tiles = (M + kTileRows - 1) / kTileRows * across;
   const int tile_row = threadIdx.x / (kTileCols / kRun), tile_col = threadIdx.x % (kTileCols / kRun) * kRun;
   dx.open();
   const float inverse = dx.inverse();
-  if (Twin && blockIdx.x == 0 && threadIdx.x == 0) twin.seal_as(dx.scale());
+  if (Turned > 2) product.open();
+  if (Turned > 0 && blockIdx.x == 0 && threadIdx.x == 0) twin.seal_as(dx.scale());
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     const int64_t first_row = t / across * kTileRows, first_col = t % across * kTileCols;
     const int64_t row = first_row + tile_row, run = (first_col + tile_col) / kRun;
@@ -198,13 +129,15 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
                   reach_up = reach_of(pack_up, up);
       certain = is_near_scale(inverse) && lowest_of(reach_gate, kLowestGate, gate) > kLowestGate &&
                 reach * fmaxf(reach_gate, reach_up) < kLargestProduct && reach_gate < kLargestProduct;
+      if (Turned > 2) certain = certain && is_near_scale(product.inverse()) && reach_gate * reach_up < kLargestProduct;
       Pack<E5M2T, kRun> codes_gate, codes_up;
+      Pack<E4M3T, 4> codes_product;
       {
         const float less = inverse - inverse * kNearError, more = fma_(inverse, kNearError, inverse);
         uint32_t differ = 0;
 #pragma unroll
         for (int k = 0; k < kRun; k += 2) {
-          float low_gate[2], high_gate[2], low_up[2], high_up[2];
+          float low_gate[2], high_gate[2], low_up[2], high_up[2], low_product[2], high_product[2];
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float dgate, dup;
@@ -215,9 +148,18 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
             spread(dgate * inverse, error, low_gate[j], high_gate[j]);
             low_up[j] = dup * less;
             high_up[j] = dup * more;
+            if constexpr (Turned > 2) {
+              const float y = s * gate[k + j] * up[k + j] * product.inverse();
+              low_product[j] = y * (1.f - kNearError);
+              high_product[j] = y * (1.f + kNearError);
+            }
           }
           differ |= encode_near<E5M2>(low_gate, high_gate, codes_gate.pair[k / 2]);
           differ |= encode_near<E5M2>(low_up, high_up, codes_up.pair[k / 2]);
+          if constexpr (Turned > 2) {  // at once into the tile, to save registers; what is uncertain is put again
+            differ |= encode_near<E4M3>(low_product, high_product, codes_product.pair[k / 2 % 2]);
+            if (k % 4 == 2) tile[2].word[Tile::place(tile_row, (tile_col + k) / 4)] = codes_product.quad[0];
+          }
         }
         certain = certain && differ == 0;
       }
@@ -225,39 +167,44 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
         const int64_t i = row * 2 * F + run * kRun;
         dx.put_codes(i, codes_gate);
         dx.put_codes(i + F, codes_up);
-        if (Twin) {
+        if constexpr (Turned > 0) {
           tile[0].put(tile_row, tile_col, codes_gate.quad);
           tile[1].put(tile_row, tile_col, codes_up.quad);
         }
       }
     }
+    if (Turned > 2) __syncwarp();
     do_together(!certain, row, run, [&](int64_t its_row, int64_t col) {
       float gate, up, value[2];
       x.load(its_row, col, gate, up);
       swiglu_gradient(gate, up, dy.load(its_row * F + col, {}), value[0], value[1]);
+      const int at_row = static_cast<int>(its_row - first_row), at_col = static_cast<int>(col - first_col);
       for (int half = 0; half < 2; ++half) {
         const uint8_t code = dx.put_one(its_row * 2 * F + half * F + col, value[half]);
-        if (Twin) tile[half].put_one(static_cast<int>(its_row - first_row), static_cast<int>(col - first_col), code);
+        if constexpr (Turned > 0) tile[half].put_one(at_row, at_col, code);
       }
+      if constexpr (Turned > 2) tile[2].put_one(at_row, at_col, product.put_one(col * M + its_row, swiglu(gate, up)));
     });
-    if constexpr (Twin) {
+    if constexpr (Turned > 0) {
       __syncthreads();
       const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
       const int64_t m = first_row + 4 * lane, n = first_col + 4 * group;
       static_assert(kTileThreads / 32 == kTileWords && kTileRows == 4 * 32);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int part = 0; part < Turned; ++part) {
         uint32_t column[4];
-        tile[half].turn(4 * lane, group, column);
+        tile[part].turn(4 * lane, group, column);
         if (m < M && n < F) {
+          uint8_t* to = part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code;
 #pragma unroll
-          for (int c = 0; c < 4; ++c) *reinterpret_cast<uint32_t*>(twin.codes + (half * F + n + c) * M + m) = column[c];
+          for (int c = 0; c < 4; ++c) *reinterpret_cast<uint32_t*>(to + (n + c) * M + m) = column[c];
         }
       }
       __syncthreads();
     }
   }
   dx.close();
+  if (Turned > 2) product.close();
 }
 
 template <class DY, class X>
@@ -269,7 +216,7 @@ __global__ __launch_bounds__(kSearchThreads) void swiglu_backward_kernel_search(
         float gate, up, dgate, dup, unused;
         x.reach(row, run, gate, up);
         const float reach = reach_of(dy, row * x.F + run * kRun, 0);
-        const float quick = reach * fmaxf(fmaxf(gate, kMostBelow), up * kMostSlope);
+        const float quick = reach * fmaxf(fmaxf(gate, kMostBelow), up * kSiluSlope);
         if (quick <= known) return quick;
         swiglu_gradient(fminf(gate, kSteepest), up, reach, dgate, unused);
         swiglu_gradient(gate, up, reach, unused, dup);
@@ -286,40 +233,27 @@ __global__ __launch_bounds__(kSearchThreads) void swiglu_backward_kernel_search(
 
 }  // namespace
 
-void swiglu_forward(const swiglu_forward_args& args) {
-  const int64_t M = args.y.shape.rows(), F = args.y.shape.cols();
-  const dim3 grid(blocks_for(M * runs_of(F), kThreads));
-  const char* name = "swiglu_forward";
-  with("x", args.x, Views<F32, BF16, E4M3G16>{}, [&](const auto x) {
-    using X = std::remove_const_t<decltype(x)>;
-    const Halves<X> halves{x, F};
-    write(name, args.y, args.scale, Views<F32, BF16, E4M3T, E4M3G16>{}, [&]<class Y>(const Output<Y>& y) {
-      if constexpr (std::is_same_v<Y, Measured>) {
-        if (F % kRun == 0)
-          return launch(name, swiglu_forward_kernel_search<X>, grid, dim3(kSearchThreads), 0, halves, y.max(), M);
-      } else if constexpr (kHasNear<Y> && sizeof(CodeOf<X>) + sizeof(CodeOf<Y>) < 4) {  // else there is time
-        if (F % kRun == 0)
-          return launch(name, swiglu_forward_kernel_near<X, Y>, dim3(blocks_for(M * runs_of(F), kThreads, 4)),
-                        dim3(kThreads), 0, halves, y, M);
-      } else {
-        if (F % kRun == 0) return launch(name, swiglu_forward_kernel<true, X, Y>, grid, dim3(kThreads), 0, x, y, M, F);
-      }
-      launch(name, swiglu_forward_kernel<false, X, Y>, grid, dim3(kThreads), 0, x, y, M, F);
-    });
-  });
-}
-
 void swiglu_backward(const swiglu_backward_args& args) {
   const int64_t M = args.dy.shape.rows(), F = args.dy.shape.cols();
   const dim3 grid(blocks_for(M * runs_of(F), kThreads));
   const char* name = "swiglu_backward";
-  const bool fused = args.twin && args.dx.format == E5M2T::format() && F % kRun == 0 && M % 4 == 0;
+  const bool fused = args.twin && F % kRun == 0 && M % 4 == 0 && M * F > 0;
+  std::optional<Scratch> memory;
+  Tensor scale = args.amax;
+  scale.data = nullptr;
+  if (args.amax && args.x.format == E4M3G16::format()) {
+    const unsigned blocks = std::max(1u, blocks_for(M * runs_of(2 * F), kThreads * 8, 8));
+    memory.emplace((2 * blocks + 1) * sizeof(float));
+    scale.data = memory->as<uint8_t>();
+    launch(name, swiglu_backward_kernel_bound, dim3(blocks), dim3(kThreads), 0, E4M3G16(args.x), args.amax.as<float>(),
+           M, F, memory->as<uint32_t>() + 1, counters(), memory->as<float>());
+  }
   with("dy", args.dy, Views<F32, BF16>{}, [&](const auto dy) {
     with("x", args.x, Views<F32, BF16, E4M3G16>{}, [&](const auto x) {
       using DY = std::remove_const_t<decltype(dy)>;
       using X = std::remove_const_t<decltype(x)>;
       const Halves<X> halves{x, F};
-      write(name, args.dx, {}, Views<F32, BF16, E5M2T>{}, [&]<class DX>(const Output<DX>& dx) {
+      write(name, args.dx, scale, Views<F32, BF16, E5M2T>{}, [&]<class DX>(const Output<DX>& dx) {
         if constexpr (std::is_same_v<DX, Measured>) {
           if (F % kRun == 0)
             return launch(name, swiglu_backward_kernel_search<DY, X>, grid, dim3(kSearchThreads), 0, dy, halves,
@@ -328,9 +262,12 @@ void swiglu_backward(const swiglu_backward_args& args) {
           const int64_t tiles = (M + kTileRows - 1) / kTileRows * ((F + kTileCols - 1) / kTileCols);
           if (F % kRun == 0)
             return launch(name,
-                          fused ? swiglu_backward_kernel_near<true, DY, X> : swiglu_backward_kernel_near<false, DY, X>,
+                          !fused         ? swiglu_backward_kernel_near<0, DY, X>
+                          : args.product ? swiglu_backward_kernel_near<3, DY, X>
+                                         : swiglu_backward_kernel_near<2, DY, X>,
                           dim3(blocks_for(tiles, 1, 2)), dim3(kTileThreads), 0, dy, halves, dx,
-                          E5M2T(fused ? args.twin : args.dx), M);
+                          E5M2T(fused ? args.twin : args.dx),
+                          Output<E4M3T>(E4M3T(args.product ? args.product : args.dx), args.scale.as<float>()), M);
         } else {
           if (F % kRun == 0)
             return launch(name, swiglu_backward_kernel<true, DY, X, DX>, grid, dim3(kThreads), 0, dy, x, dx, M, F);
@@ -339,11 +276,15 @@ void swiglu_backward(const swiglu_backward_args& args) {
       });
     });
   });
-  if (args.twin && (!fused || args.twin.shape.numel() == 0)) {
-    convert_transposed_args turned;
-    turned.x = args.dx;
-    turned.y = args.twin;
-    convert_transposed(turned);
+  if (fused) return;
+  if (args.twin) convert_transposed({args.device, args.dx, {}, args.twin});
+  if (args.product) {
+    Tensor y = args.product;
+    std::swap(y.shape.dims[0], y.shape.dims[1]);
+    const Scratch codes(bytes_of(y.format, y.shape));
+    y.data = codes.as<uint8_t>();
+    swiglu_forward({args.device, args.x, args.scale, y});
+    convert_transposed({args.device, y, {}, args.product});
   }
 }
 
