@@ -318,6 +318,7 @@ export const opCases: readonly OpCase[] = [
   {
     op: 'attention_cached',
     sizes: { M: 256, T: 256, H: 8, J: 2, D: 64 },
+    large: [{ M: 2048, T: 2048, H: 32, J: 8, D: 128 }],
     formats: { qkv: 'bf16', cache: 'bf16', out: 'bf16' },
     numbers: { first: 0, window: 0, scale: 0.125 },
     flops: ({ M = 1, H = 1, D = 1 }) => 2 * H * M * M * D,
