@@ -88,7 +88,7 @@ describe('swiglu', () => {
       return [
         ...(['bf16', 'e4m3/t'] as const).map((y) => native.swiglu_forward(saved, null, y)),
         native.swiglu_forward(own(native.convert(x, null, 'bf16')), null, 'e4m3/t'),
-        ...native.swiglu_backward(dy, saved, null, null, 'e5m2/t', 'e5m2/t', null),
+        ...native.swiglu_backward(dy, saved, null, null, 'e5m2/t', 'e5m2/t', null).slice(0, 2),
         ...native.swiglu_backward(dy, saved, own(native.amax(dy)), scaleLike(saved), 'e5m2/t', 'e5m2/t', 'e4m3/t'),
       ]
     })
