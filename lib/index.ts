@@ -1,4 +1,5 @@
 // What users import.
+export { type RecipeChange, recipe } from './axes.ts'
 export {
   type Checkpointed,
   type CheckpointOptions,
@@ -37,7 +38,6 @@ export {
   Module,
   Param,
   RMSNorm,
-  recipe,
   Sequential,
 } from './modules.ts'
 export { CoatError, type MemoryUsage } from './native.ts'
@@ -62,7 +62,7 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
-export { type Recipe, type RecipeName, recipes } from './recipes.ts'
+export { type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export {
   type Dtype,
   readSafetensors,

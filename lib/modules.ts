@@ -1,110 +1,38 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
+import { layerRecipe, matcherOf, type RecipeChange, recipe } from './axes.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
-import { type Recipe, type RecipeName, recipes } from './recipes.ts'
+import type { Recipe, RecipeName } from './recipes.ts'
 import { addGradient, Tape } from './tape.ts'
 import {
   type Device,
   type DeviceName,
   device,
-  type Format,
   type GradientSink,
   isScaled,
   scope,
   Tensor,
 } from './tensor.ts'
 
-// The formats and the pairs of formats that AdamW has for its moments.
-const adamw = native.table().find(({ name }) => name === 'adamw')
-function momentFormats(moment: 'm' | 'v'): readonly Format[] {
-  return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
-}
-
-const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
-  x: ['f32', 'bf16', 'e4m3/t'],
-  w: ['f32', 'bf16', 'e4m3/t'],
-  dy: ['f32', 'bf16', 'e5m2/t'],
-  scale: ['current'],
-  saved: ['f32', 'bf16', 'e4m3/g16'],
-  flow: ['fp8', 'save'],
-  stream: ['f32', 'bf16'],
-  attention: ['stream', 'e4m3/g16'],
-  param: ['f32', 'bf16'],
-  master: ['f32', null],
-  rounding: ['nearest', 'stochastic', 'kahan'],
-  dw: ['f32', 'bf16'],
-  m: momentFormats('m') as Recipe['m'][],
-  v: momentFormats('v') as Recipe['v'][],
-}
-
-const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
-  {
-    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t',
-    holds: ({ x, w, dy }) => w === x && dy === (x === 'e4m3/t' ? 'e5m2/t' : x),
-  },
-  { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
-  {
-    text: 'a plain saved must have the format of stream',
-    holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
-  },
-  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
-  { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
-  {
-    text: "attention 'e4m3/g16' needs stream 'bf16'",
-    holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
-  },
-  {
-    text: 'm and v must be a pair of formats that adamw has',
-    holds: ({ m, v }) =>
-      adamw?.only.some(
-        ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
-      ) ?? false,
-  },
-  { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
-  {
-    text: "rounding other than 'nearest' needs param 'bf16' and no master",
-    holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
-  },
-]
-
-/** A recipe by name, or one of the caller's: unknown names, axes, formats and illegal combinations are refused. */
-export function recipe(which: RecipeName | Recipe): Recipe {
-  const fail = (message: string, argument: string): never => {
-    throw new CoatError(`recipe: ${message}`, 'recipe', 'recipe', argument)
-  }
-  if (typeof which === 'string') {
-    const known = Object.hasOwn(recipes, which) ? recipes[which] : undefined
-    return known ?? fail(`'${which}' is unknown; the recipes are ${Object.keys(recipes).join(', ')}`, 'name')
-  }
-  for (const axis of Object.keys(which))
-    if (!Object.hasOwn(axes, axis))
-      fail(`axis '${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, axis)
-  for (const [axis, legal] of Object.entries(axes)) {
-    const value = which[axis as keyof Recipe]
-    if (!(legal as readonly unknown[]).includes(value))
-      fail(`${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`, axis)
-  }
-  for (const { text, holds } of rules)
-    if (!holds(which)) {
-      const shown = Object.entries(which).map(([axis, value]) => `${axis} '${value}'`)
-      fail(`${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
-    }
-  return which
-}
-
 /** What building a module needs to know. */
 export interface Build {
   recipe: Recipe
+  /** The block that is built, for recipes whose layers differ. */
+  layer: string | null
   device: Device
   /** Seed of the initial values: a parameter's own stream comes from it and the parameter's name. */
   seed: number
 }
 
-export function build(options: { recipe: RecipeName | Recipe; device?: Device | DeviceName; seed?: number }): Build {
+export function build(options: {
+  recipe: RecipeName | Recipe | RecipeChange
+  device?: Device | DeviceName
+  seed?: number
+}): Build {
   const seed = options.seed ?? 0
   if (!Number.isSafeInteger(seed) || seed < 0)
     throw new CoatError(`seed is ${seed} and must be an integer of at least 0`, 'value', 'build', 'seed')
-  return { recipe: recipe(options.recipe), device: device(options.device ?? 'cpu'), seed }
+  return { recipe: recipe(options.recipe), layer: null, device: device(options.device ?? 'cpu'), seed }
 }
 
 /** A named part of a fused parameter: rows [from, to) of the tensor. */
@@ -123,14 +51,11 @@ export interface ParamOptions {
   parts?: readonly Part[]
 }
 
-/** Names like the pattern, in which `*` stands for anything. */
-function matcherOf(pattern: string): RegExp {
-  return new RegExp(`^${pattern.split('*').map(literally).join('.*')}$`)
-}
-
 /** A trained tensor and its gradient. Fused ones (q|k|v, gate|up) carry the names of their parts as checkpoints have them. */
 export class Param implements GradientSink, Disposable {
   readonly name: string
+  /** The block that it is a part of. */
+  readonly layer: string | null
   readonly tensor: Tensor
   readonly decay: boolean
   readonly parts: readonly Part[]
@@ -140,6 +65,7 @@ export class Param implements GradientSink, Disposable {
 
   constructor(build: Build, name: string, options: ParamOptions) {
     this.name = name
+    this.layer = build.layer
     this.decay = options.decay
     const { shape, init, format } = options
     this.parts = options.parts ?? [{ name, rows: [0, shape[0] as number] }]
@@ -259,10 +185,6 @@ export abstract class Module implements Disposable {
   [Symbol.dispose](): void {
     this.dispose()
   }
-}
-
-function literally(text: string): string {
-  return text.replace(/[\\^$.|?+()[\]{}]/g, '\\$&')
 }
 
 export interface LinearOptions {
@@ -552,8 +474,9 @@ export class Block extends Module {
   readonly mlp: MLP
   readonly stream: 'f32' | 'bf16'
 
-  constructor(build: Build, name: string, sizes: BlockSizes) {
+  constructor(model: Build, name: string, sizes: BlockSizes) {
     super()
+    const build = { ...model, recipe: layerRecipe(model.recipe, name), layer: name }
     this.stream = build.recipe.stream
     this.attentionNorm = normOf(build, `${name}.${sizes.normNames[0]}`, sizes)
     this.attention = new Attention(build, `${name}.self_attn`, sizes)

@@ -39,7 +39,12 @@ export interface Recipe {
   m: Plain | Runs | 'e4m3/t' | 'f16/t' | 'd8/g256' | 'd4/g128'
   /** Second moment of AdamW. */
   v: Plain | Runs | 'f16/t' | 'bf16x2' | 'u8/g256' | 'u4/g128'
+  /** Axes that some blocks have of their own, by patterns of their names: `{ 'model.layers.0.*': { x: 'bf16', … } }`. */
+  layers?: Readonly<Record<string, LayerRecipe>>
 }
+
+/** Axes of a block that differ from the model's; the residual stream is one. */
+export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream'>>
 
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {

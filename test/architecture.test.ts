@@ -35,7 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
-    ['tape', 'data', 'safetensors'],
+    ['tape', 'data', 'safetensors', 'axes'],
     ['ops'],
     ['modules', 'tokens', 'jsonl'],
     ['models/llama', 'rules'],

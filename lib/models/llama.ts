@@ -1,6 +1,7 @@
 // Llama and its relatives (Llama 2 and 3, Mistral's windows, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
+import { checkLayers, type RecipeChange } from '../axes.ts'
 import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
@@ -40,7 +41,7 @@ export interface LlamaConfig {
 }
 
 export interface ModelOptions {
-  recipe: RecipeName | Recipe
+  recipe: RecipeName | Recipe | RecipeChange
   /** Default: the CPU. */
   device?: Device | DeviceName
   /** Seed of the initial values (default 0). */
@@ -138,6 +139,8 @@ export class LlamaForCausalLM extends Module {
     super()
     const full = checked(config)
     const built = build(options)
+    const blocks = Array.from({ length: full.num_hidden_layers }, (_, i) => `model.layers.${i}`)
+    checkLayers(built.recipe, blocks)
     this.config = full
     this.#given = structuredClone(config)
     this.recipe = built.recipe
@@ -151,10 +154,9 @@ export class LlamaForCausalLM extends Module {
       init: { std },
       decay: true,
     })
-    this.layers = Array.from(
-      { length: full.num_hidden_layers },
-      (_, i) =>
-        new Block(built, `model.layers.${i}`, {
+    this.layers = blocks.map(
+      (name, i) =>
+        new Block(built, name, {
           ...norm,
           heads: full.num_attention_heads,
           kvHeads: full.num_key_value_heads,
