@@ -4,15 +4,7 @@ import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import type { Recipe, RecipeName } from './recipes.ts'
 import { addGradient, Tape } from './tape.ts'
-import {
-  type Device,
-  type DeviceName,
-  device,
-  type GradientSink,
-  isScaled,
-  scope,
-  Tensor,
-} from './tensor.ts'
+import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
 
 /** What building a module needs to know. */
 export interface Build {
