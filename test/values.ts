@@ -64,6 +64,7 @@ export type Scalar =
   | 'causal'
   | 'direction'
   | 'eps'
+  | 'headroom'
   | 'high'
   | 'ignore'
   | 'low'
@@ -77,6 +78,7 @@ export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
   | (
       | 'a'
+      | 'amax'
       | 'b'
       | 'bias'
       | 'clip'
@@ -84,6 +86,7 @@ export type Name =
       | 'dout'
       | 'dy'
       | 'factor'
+      | 'history'
       | 'ids'
       | 'logits'
       | 'lse'
