@@ -15,34 +15,41 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
 type Axis = Exclude<keyof Recipe, 'layers'>
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
-  x: ['f32', 'bf16', 'e4m3/t'],
-  w: ['f32', 'bf16', 'e4m3/t'],
-  dy: ['f32', 'bf16', 'e5m2/t'],
+  x: ['f32', 'bf16', 'e4m3/t', 'e4m3/g128'],
+  w: ['f32', 'bf16', 'e4m3/t', 'e4m3/b128'],
+  dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/g128'],
   scale: ['current'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
   attention: ['stream', 'e4m3/g16'],
-  param: ['f32', 'bf16'],
+  param: ['f32', 'bf16', 'bf16x2', 'f16/t'],
   master: ['f32', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
-  dw: ['f32', 'bf16'],
+  dw: ['f32', 'bf16', 'e4m3/t'],
   m: momentFormats('m') as Recipe['m'][],
   v: momentFormats('v') as Recipe['v'][],
 }
 
+// x, w and dy that there are products of
+const operands = [
+  ['f32', 'f32', 'f32'],
+  ['bf16', 'bf16', 'bf16'],
+  ['e4m3/t', 'e4m3/t', 'e5m2/t'],
+  ['e4m3/g128', 'e4m3/b128', 'e4m3/g128'],
+]
+
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
-    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t',
-    holds: ({ x, w, dy }) => w === x && dy === (x === 'e4m3/t' ? 'e5m2/t' : x),
+    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t, or e4m3/g128, e4m3/b128 and e4m3/g128',
+    holds: ({ x, w, dy }) => operands.some((legal) => legal.join() === [x, w, dy].join()),
   },
   { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
   {
     text: 'a plain saved must have the format of stream',
     holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
   },
-  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
-  { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
+  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || x === 'e4m3/t' },
   {
     text: "attention 'e4m3/g16' needs stream 'bf16'",
     holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
@@ -54,7 +61,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
         ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
       ) ?? false,
   },
-  { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
+  {
+    text: "param 'f32' or 'bf16x2' takes no master",
+    holds: ({ param, master }) => param === 'bf16' || param === 'f16/t' || master === null,
+  },
   {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
@@ -145,4 +155,30 @@ export function checkLayers({ layers = {} }: { layers?: Readonly<Record<string, 
         `layers['${pattern}'] names no layer of the model; they are ${blocks[0]} to ${blocks.at(-1)}`,
         `layers['${pattern}']`,
       )
+}
+
+/** What a parameter of a matrix costs from one step to the next, in bytes. */
+export interface ParameterBytes {
+  param: number
+  /** Moments, master, and what rounding has lost. */
+  state: number
+  /** Its gradient, when it is whole. */
+  grad: number
+  total: number
+}
+
+/** Bytes of a parameter by the formats of a recipe, as a large matrix has them: copies for products come and go. */
+export function parameterBytes({ param, master, rounding, dw, m, v }: Recipe): ParameterBytes {
+  const sum = (formats: readonly (Format | null)[]) => formats.reduce((bytes, format) => bytes + bytesOf(format), 0)
+  const state = sum([m, v, master, rounding === 'kahan' ? 'bf16' : null])
+  return { param: bytesOf(param), state, grad: bytesOf(dw), total: bytesOf(param) + state + bytesOf(dw) }
+}
+
+// An element's part of a tensor, its scales included; the one of `/t` is shared by so many that it is none.
+function bytesOf(format: Format | null): number {
+  if (format === null) return 0
+  const made = native.make(format, [256, 256], 'cpu', 'temp')
+  const { bytes } = native.info(made)
+  native.free(made)
+  return (bytes - (format.endsWith('/t') ? 4 : 0)) / 256 ** 2
 }

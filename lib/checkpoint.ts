@@ -313,7 +313,9 @@ function compared(trainer: Checkpointed, { settings }: Facts, allow: readonly st
 }
 
 function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]> {
-  const parameters = model.parameters().flatMap(({ tensor, parts }) => {
+  const parameters = model.parameters().flatMap(({ name, tensor, parts }) => {
+    // scales and remainders lie behind all rows
+    if (!plain[tensor.format]) return [entryOf(name, tensor, tensor.shape, 0, tensor.bytes)]
     const rowBytes = tensor.bytes / (tensor.shape[0] as number)
     return parts.map(({ name, rows: [from, to] }) =>
       entryOf(name, tensor, [to - from, ...tensor.shape.slice(1)], from * rowBytes, (to - from) * rowBytes),

@@ -1,5 +1,5 @@
 // What users import.
-export { type RecipeChange, recipe } from './axes.ts'
+export { type ParameterBytes, parameterBytes, type RecipeChange, recipe } from './axes.ts'
 export {
   type Checkpointed,
   type CheckpointOptions,

@@ -1,9 +1,10 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
 import { layerRecipe, matcherOf, type RecipeChange, recipe } from './axes.ts'
+import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import type { Recipe, RecipeName } from './recipes.ts'
-import { addGradient, Tape } from './tape.ts'
+import { addGradient, retained, Tape } from './tape.ts'
 import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
 
 /** What building a module needs to know. */
@@ -35,7 +36,9 @@ export interface Part {
 
 export interface ParamOptions {
   shape: readonly number[]
-  format: 'f32' | 'bf16'
+  format: Recipe['param']
+  /** Format of the gradient when it is whole; by default that in which it was made. */
+  grad?: Recipe['dw']
   /** Standard deviation of normal initial values, or one value for all. */
   init: { std: number } | { value: number }
   /** Whether weight decay applies. */
@@ -51,6 +54,7 @@ export class Param implements GradientSink, Disposable {
   readonly tensor: Tensor
   readonly decay: boolean
   readonly parts: readonly Part[]
+  readonly gradFormat: Recipe['dw'] | null
   grad: Tensor | null = null
   /** Called in backward when `grad` is whole and the tensor may change. */
   onComplete: (() => void) | null = null
@@ -61,6 +65,7 @@ export class Param implements GradientSink, Disposable {
     this.decay = options.decay
     const { shape, init, format } = options
     this.parts = options.parts ?? [{ name, rows: [0, shape[0] as number] }]
+    this.gradFormat = options.grad ?? null
     this.tensor = scope(() => {
       if ('value' in init)
         return Tensor.from(new Float32Array(shape.reduce((a, b) => a * b, 1)).fill(init.value), shape, {
@@ -68,9 +73,11 @@ export class Param implements GradientSink, Disposable {
           device: build.device,
         }).keep()
       const [rows, cols] = shape as [number, number]
-      return Tensor.own(
-        native.random_normal(format, rows, cols, 0, init.std, seedOf(build.seed, name), build.device.kind),
-      ).keep()
+      const drawn = format === 'bf16' ? format : 'f32'
+      const values = Tensor.own(
+        native.random_normal(drawn, rows, cols, 0, init.std, seedOf(build.seed, name), build.device.kind),
+      )
+      return (drawn === format ? values : Tensor.own(native.convert(values.handle, null, format))).keep()
     })
     native.retag(this.tensor.handle, 'param')
     this.tensor.sink = this
@@ -96,16 +103,25 @@ export class Param implements GradientSink, Disposable {
   }
 
   accumulate(gradient: Tensor): void {
+    if (this.grad && isScaled(this.grad.format)) this.#become(native.convert(this.grad.handle, null, 'bf16'))
     this.grad = addGradient(this.grad, gradient)
     native.retag(this.grad.handle, 'grad')
   }
 
   complete(): void {
+    const { gradFormat, grad } = this
+    if (grad && gradFormat && grad.format !== gradFormat) this.#become(native.convert(grad.handle, null, gradFormat))
     this.onComplete?.()
   }
 
+  #become(grad: Handle): void {
+    this.dropGrad()
+    this.grad = retained(Tensor.own(grad))
+    native.retag(grad, 'grad')
+  }
+
   get held(): Tensor | null {
-    return this.grad?.exclusive ? this.grad : null
+    return this.grad?.exclusive && !isScaled(this.grad.format) ? this.grad : null
   }
 
   dropGrad(): void {
@@ -115,13 +131,9 @@ export class Param implements GradientSink, Disposable {
 
   /** Replaces the values by those of f32 `values` [the parameter's shape], rounded to its format. */
   write(values: Float32Array): void {
-    const plain = Tensor.from(values, this.tensor.shape, { device: this.tensor.device })
-    try {
-      if (this.tensor.format === 'f32') native.write(this.tensor.handle, values)
-      else native.add_into(negativeZeros(this.tensor).handle, plain.handle)
-    } finally {
-      plain.dispose()
-    }
+    const { shape, device, format, handle } = this.tensor
+    if (format === 'f32') native.write(handle, values)
+    else scope(() => native.assign(handle, Tensor.from(values, shape, { device, format }).handle))
   }
 
   dispose(): void {
@@ -131,14 +143,6 @@ export class Param implements GradientSink, Disposable {
   [Symbol.dispose](): void {
     this.dispose()
   }
-}
-
-// Adding to -0 keeps every value, -0 too.
-function negativeZeros(tensor: Tensor): Tensor {
-  const bytes = new Uint8Array(tensor.bytes)
-  new Uint16Array(bytes.buffer).fill(0x8000, 0, tensor.numel)
-  native.write(tensor.handle, bytes)
-  return tensor
 }
 
 // FNV-1a over the name, mixed with the seed: 52 bits, so that it stays an exact number.
@@ -205,16 +209,13 @@ export class Linear extends Module {
     const { inputs, outputs, std = 0.02 } = options
     this.formats = linearFormats(recipe, options)
     this.weight = new Param(build, `${name}.weight`, {
-      shape: [outputs, inputs],
-      format: recipe.param,
-      init: { std },
-      decay: true,
+      ...matrixParam(recipe, outputs, inputs, std),
       ...(options.parts ? { parts: options.parts } : {}),
     })
     this.bias = options.bias
       ? new Param(build, `${name}.bias`, {
           shape: [outputs],
-          format: recipe.param,
+          format: plainParam(recipe),
           init: { value: 0 },
           decay: false,
           ...(options.biasParts ? { parts: options.biasParts } : {}),
@@ -227,22 +228,38 @@ export class Linear extends Module {
   }
 }
 
+/** A matrix [rows, columns] in the formats of a recipe. */
+export function matrixParam({ param, dw }: Recipe, rows: number, columns: number, std: number): ParamOptions {
+  const grad = isScaled(dw) ? { grad: dw } : {}
+  return { shape: [rows, columns], format: param, init: { std }, decay: true, ...grad }
+}
+
+function plainParam({ param }: Recipe): 'f32' | 'bf16' {
+  return param === 'bf16' ? 'bf16' : 'f32'
+}
+
+/** The format in which gradients of parameters are made. */
+export function gradientOf({ dw }: Recipe): 'f32' | 'bf16' {
+  return dw === 'f32' ? 'f32' : 'bf16'
+}
+
 export function linearFormats(
   recipe: Recipe,
   options: { plain?: boolean; result?: ops.LinearFormats['y'] },
 ): ops.LinearFormats {
-  const { stream, dw } = recipe
+  const { stream } = recipe
   const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x: recipe.x, w: recipe.w, dy: recipe.dy }
-  return { ...operands, y: options.result ?? stream, dx: stream, dw }
+  return { ...operands, y: options.result ?? stream, dx: stream, dw: gradientOf(recipe) }
 }
 
-// What nonlinear ops read and keep.
+// What nonlinear ops read and keep, and what they write: the operand of the product that follows, where they can.
 function nonlinear({ saved, flow, x, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
-  return { x: flow === 'save' ? stream : saved, saved, y: x }
+  return { x: flow === 'save' ? stream : saved, saved, y: x === 'e4m3/t' ? x : stream }
 }
 
 function normFormats(recipe: Recipe, plain: boolean): ops.NormFormats {
-  const { stream, dw } = recipe
+  const { stream } = recipe
+  const dw = gradientOf(recipe)
   const read = plain ? { x: stream, saved: stream, y: stream } : nonlinear(recipe)
   return { ...read, dx: stream, dw }
 }
@@ -417,7 +434,8 @@ export class MLP extends Module {
     const read = nonlinear(build.recipe)
     const gated = sizes.activation === 'swiglu'
     this.activation = sizes.activation
-    this.formats = { ...read, dx: build.recipe.dy }
+    const { dy, stream } = build.recipe
+    this.formats = { ...read, dx: dy === 'e5m2/t' ? dy : stream }
     const parts = (kind: string): Part[] =>
       gated
         ? [

@@ -22,6 +22,11 @@ export interface LinearFormats {
   dw: Plain
 }
 
+// Runs lie along the sum of a product, so that the gradient of the weight needs others than y does.
+function hasRuns(format: FloatFormat): boolean {
+  return format === 'e4m3/g128'
+}
+
 function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
   return inputs.some((input) => input?.requiresGrad) ? Tape.current : null
 }
@@ -31,9 +36,13 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
   const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
-  if (isScaled(formats.dy)) y.gradientFormat = formats.dy
+  if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
-  recordedBy(x, w, b)?.push('linear', [x, w, ...(b ? [b] : [])], y, [xq, w], (dy, [xq, w]) => {
+  const tape = recordedBy(x, w, b)
+  if (!tape) return y
+  const across = hasRuns(formats.x)
+  const kept = across && w.requiresGrad ? x.as(formats.x, { transposed: true }) : xq
+  tape.push('linear', [x, w, ...(b ? [b] : [])], y, [kept, w], (dy, [xq, w]) => {
     if (!xq || !w) return []
     const dyq = dy.as(formats.dy)
     const scaled = isScaled(formats.dy)
@@ -50,7 +59,7 @@ export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFo
     let dw: Tensor | null = null
     if (w.requiresGrad) {
       const left = scaled ? dy.as(formats.dy, { transposed: true }).handle : dyq.handle
-      const right = scaled ? xq.as(formats.x, { transposed: true }).handle : xq.handle
+      const right = scaled && !across ? xq.as(formats.x, { transposed: true }).handle : xq.handle
       const held = w.sink?.held
       if (held) {
         const add = scaled ? native.matmul_nt_into : native.matmul_tn_into
@@ -232,7 +241,9 @@ function sumFor(a: Tensor, b: Tensor, format: Plain, { formats, rms }: Reader, r
 
 /** Rows of w [V, N] by ids i32 [M] → [M, N]. */
 export function embedding(ids: Tensor, w: Tensor, formats: { y: Plain; dw: Plain }): Tensor {
-  const y = Tensor.own(native.embedding_forward(ids.handle, w.handle, formats.y), formats.y)
+  const table = w.format === 'f32' || w.format === 'bf16' ? w : w.as(formats.y)
+  const y = Tensor.own(native.embedding_forward(ids.handle, table.handle, formats.y), formats.y)
+  w.dropTwins()
   const rows = w.shape[0] as number
   recordedBy(w)?.push('embedding', [w], y, [ids], (dy, [ids]) => [
     Tensor.own(native.embedding_backward((ids as Tensor).handle, dy.handle, formats.dw, rows)),

@@ -135,7 +135,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
       const narrow = param.tensor.format === 'bf16'
-      const doubled = narrow && (master ?? null) !== null
+      const doubled = param.tensor.format !== 'f32' && (master ?? null) !== null
       const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
       const key = JSON.stringify([numbers, doubled, mode])
       const call = calls.get(key) ?? calls.size
