@@ -1,6 +1,6 @@
 // What each axis of a recipe may be, which values go together, and recipes made from others: of a row, and of a layer.
 import { CoatError, native } from './native.ts'
-import { type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+import { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 import { type Format, isScaled } from './tensor.ts'
 
 /** A recipe as what it changes of another one: `{ base: 'coat', v: 'e5m2/x128' }`. */
@@ -13,6 +13,7 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
 }
 
 type Axis = Exclude<keyof Recipe, 'layers'>
+const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   x: ['f32', 'bf16', 'e4m3/t', 'e4m3/g128'],
@@ -50,6 +51,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
   },
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || x === 'e4m3/t' },
+  {
+    text: "a delayed scale needs x 'e4m3/t' and param 'f32' or 'bf16'",
+    holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
+  },
   {
     text: "attention 'e4m3/g16' needs stream 'bf16'",
     holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
@@ -95,9 +100,11 @@ function checked(which: Recipe, where = ''): Recipe {
   for (const axis of Object.keys(which))
     if (axis !== 'layers' && !Object.hasOwn(axes, axis))
       refuse(`axis '${where}${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, `${where}${axis}`)
+  const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
+  if (delayed) checkDelayed(delayed, `${where}scale.`)
   for (const [axis, legal] of Object.entries(axes)) {
     const value = which[axis as Axis]
-    if (!(legal as readonly unknown[]).includes(value))
+    if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
       refuse(
         `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`,
         `${where}${axis}`,
@@ -105,7 +112,8 @@ function checked(which: Recipe, where = ''): Recipe {
   }
   for (const { text, holds } of rules)
     if (!holds(which)) {
-      const shown = Object.keys(axes).map((axis) => `${axis} '${which[axis as Axis]}'`)
+      const word = (value: unknown) => (typeof value === 'object' && value ? JSON.stringify(value) : `'${value}'`)
+      const shown = Object.keys(axes).map((axis) => `${axis} ${word(which[axis as Axis])}`)
       refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
     }
   for (const [pattern, change] of Object.entries(which.layers ?? {})) {
@@ -114,6 +122,19 @@ function checked(which: Recipe, where = ''): Recipe {
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
   }
   return which
+}
+
+function checkDelayed(scaling: DelayedScaling, where: string): void {
+  const demand = (name: keyof DelayedScaling, holds: boolean, rule: string) => {
+    if (!holds) refuse(`${where}${name} is ${JSON.stringify(scaling[name])} and must be ${rule}`, `${where}${name}`)
+  }
+  for (const name of Object.keys(scaling))
+    if (!['history', 'pick', 'margin'].includes(name))
+      refuse(`axis '${where}${name}' is unknown; a delayed scale has history, pick, margin`, `${where}${name}`)
+  const { history, pick, margin } = scaling
+  demand('history', Number.isSafeInteger(history) && history >= 1, 'an integer of at least 1')
+  demand('pick', picks.includes(pick), `one of ${picks.join(', ')}`)
+  demand('margin', Number.isSafeInteger(margin) && Math.abs(margin) <= 64, 'an integer from -64 to 64')
 }
 
 function alone<Whole extends { layers?: unknown }>({ layers: _, ...rest }: Whole): Omit<Whole, 'layers'> {

@@ -95,7 +95,7 @@ const plain: { readonly [Name in Format]?: Dtype } = { f32: 'F32', bf16: 'BF16' 
  * newest checkpoints (default: none). The folder is renamed into place when all is on the disk: a process that is killed
  * leaves the checkpoints before, and hidden leftovers that the next save removes. Resolves to the folder.
  *
- * model.safetensors has the parameters under the names of Hugging Face, optimizer.safetensors the states: f32 and bf16 as
+ * model.safetensors has the parameters under the names of Hugging Face, optimizer.safetensors the states and scales of steps before: f32 and bf16 as
  * such, other formats as bytes (codes, then scales); the metadata give each tensor's format and shape.
  */
 export async function saveCheckpoint(
@@ -179,6 +179,7 @@ export async function loadCheckpoint(
     if (facts.data) trainer.options.data.restore?.(facts.data)
     await filled(entries.model, files.model)
     await filled(entries.optimizer, files.optimizer)
+    for (const scale of trainer.model.delayedScales()) scale.ready = facts.batches > 0
     trainer.optimizer.steps = facts.step
     trainer.batches = facts.batches
     trainer.skippedSteps = facts.skippedSteps
@@ -326,7 +327,14 @@ function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]
       tensor ? [entryOf(`${param.name}.${what}`, tensor, tensor.shape, 0, tensor.bytes)] : [],
     ),
   )
-  return { model: parameters, optimizer: states }
+  const scales = model
+    .delayedScales()
+    .flatMap(({ name, history, scale }) =>
+      Object.entries({ history, scale }).map(([what, tensor]) =>
+        entryOf(`${name}.${what}`, tensor, tensor.shape, 0, tensor.bytes),
+      ),
+    )
+  return { model: parameters, optimizer: [...states, ...scales] }
 }
 
 function entryOf(name: string, tensor: Tensor, shape: readonly number[], from: number, bytes: number): Entry {

@@ -62,7 +62,7 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
-export { type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export {
   type Dtype,
   readSafetensors,
@@ -72,6 +72,7 @@ export {
   type WriteOptions,
   writeSafetensors,
 } from './safetensors.ts'
+export { DelayedScale } from './scaler.ts'
 export { constant, cosine, type Schedule } from './schedule.ts'
 export { type LedgerRow, noGrad, type Recompute, Tape } from './tape.ts'
 export {

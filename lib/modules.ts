@@ -4,6 +4,7 @@ import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import type { Recipe, RecipeName } from './recipes.ts'
+import { DelayedScale } from './scaler.ts'
 import { addGradient, retained, Tape } from './tape.ts'
 import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
 
@@ -175,6 +176,11 @@ export abstract class Module implements Disposable {
         if (item instanceof Param || item instanceof Module) yield item
   }
 
+  /** The scales of steps before that products below this module have, if the recipe delays them. */
+  delayedScales(): DelayedScale[] {
+    return [...this.#children()].flatMap((item) => (item instanceof Module ? item.delayedScales() : []))
+  }
+
   dispose(): void {
     for (const item of this.#children()) item.dispose()
   }
@@ -202,12 +208,14 @@ export class Linear extends Module {
   readonly weight: Param
   readonly bias: Param | null
   readonly formats: ops.LinearFormats
+  readonly scales: ops.LinearScales | null
 
   constructor(build: Build, name: string, options: LinearOptions) {
     super()
     const { recipe } = build
     const { inputs, outputs, std = 0.02 } = options
     this.formats = linearFormats(recipe, options)
+    this.scales = options.plain ? null : delayedScales(build, name, this.formats)
     this.weight = new Param(build, `${name}.weight`, {
       ...matrixParam(recipe, outputs, inputs, std),
       ...(options.parts ? { parts: options.parts } : {}),
@@ -224,8 +232,25 @@ export class Linear extends Module {
   }
 
   forward(x: Tensor): Tensor {
-    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats)
+    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats, this.scales)
   }
+
+  override delayedScales(): DelayedScale[] {
+    return this.scales ? Object.values(this.scales) : []
+  }
+
+  override dispose(): void {
+    for (const scale of this.delayedScales()) scale.dispose()
+    super.dispose()
+  }
+}
+
+function delayedScales(build: Build, name: string, formats: ops.LinearFormats): ops.LinearScales | null {
+  const { scale } = build.recipe
+  if (scale === 'current') return null
+  const of = (operand: 'x' | 'w' | 'dy') =>
+    new DelayedScale(`${name}.${operand}`, formats[operand], scale, build.device)
+  return { x: of('x'), w: of('w'), dy: of('dy') }
 }
 
 /** A matrix [rows, columns] in the formats of a recipe. */
@@ -252,9 +277,10 @@ export function linearFormats(
   return { ...operands, y: options.result ?? stream, dx: stream, dw: gradientOf(recipe) }
 }
 
-// What nonlinear ops read and keep, and what they write: the operand of the product that follows, where they can.
-function nonlinear({ saved, flow, x, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
-  return { x: flow === 'save' ? stream : saved, saved, y: x === 'e4m3/t' ? x : stream }
+// What nonlinear ops read and keep, and what they write: the operand of the product that follows, where they can make it with
+// the scale that they measure.
+function nonlinear({ saved, flow, x, scale, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
+  return { x: flow === 'save' ? stream : saved, saved, y: x === 'e4m3/t' && scale === 'current' ? x : stream }
 }
 
 function normFormats(recipe: Recipe, plain: boolean): ops.NormFormats {
@@ -434,8 +460,8 @@ export class MLP extends Module {
     const read = nonlinear(build.recipe)
     const gated = sizes.activation === 'swiglu'
     this.activation = sizes.activation
-    const { dy, stream } = build.recipe
-    this.formats = { ...read, dx: dy === 'e5m2/t' ? dy : stream }
+    const { dy, scale, stream } = build.recipe
+    this.formats = { ...read, dx: dy === 'e5m2/t' && scale === 'current' ? dy : stream }
     const parts = (kind: string): Part[] =>
       gated
         ? [

@@ -1,6 +1,7 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
+import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor, type TensorOptions } from './tensor.ts'
 
@@ -22,6 +23,13 @@ export interface LinearFormats {
   dw: Plain
 }
 
+/** Scales of the operands of one product from steps before, where they are not measured. */
+export interface LinearScales {
+  x: DelayedScale
+  w: DelayedScale
+  dy: DelayedScale
+}
+
 // Runs lie along the sum of a product, so that the gradient of the weight needs others than y does.
 function hasRuns(format: FloatFormat): boolean {
   return format === 'e4m3/g128'
@@ -32,18 +40,27 @@ function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
 }
 
 /** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so. */
-export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
+export function linear(
+  x: Tensor,
+  w: Tensor,
+  b: Tensor | null,
+  formats: LinearFormats,
+  scales: LinearScales | null = null,
+): Tensor {
+  const tape = recordedBy(x, w, b)
+  scales?.x.give(x, tape !== null)
+  scales?.w.give(w, tape !== null)
   const xq = x.as(formats.x)
   const wq = w.as(formats.w)
   const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
-  const tape = recordedBy(x, w, b)
   if (!tape) return y
   const across = hasRuns(formats.x)
   const kept = across && w.requiresGrad ? x.as(formats.x, { transposed: true }) : xq
   tape.push('linear', [x, w, ...(b ? [b] : [])], y, [kept, w], (dy, [xq, w]) => {
     if (!xq || !w) return []
+    scales?.dy.give(dy, true)
     const dyq = dy.as(formats.dy)
     const scaled = isScaled(formats.dy)
     let dx: Tensor | null = null

@@ -3,6 +3,16 @@ type Plain = 'f32' | 'bf16'
 /** Runs with a scale, and with range expansion. */
 type Runs = `e4m3/${'g' | 'x'}${64 | 128 | 256}` | `e5m2/${'g' | 'x'}128`
 
+/** How a scale follows from the largest magnitudes of the last steps. */
+export interface DelayedScaling {
+  /** Steps that are remembered. */
+  readonly history: number
+  /** The largest magnitude of them all, or that of the last step. */
+  readonly pick: 'max' | 'most_recent'
+  /** Powers of two that are left free above it. */
+  readonly margin: number
+}
+
 /** How a model is trained, axis by axis. */
 export interface Recipe {
   /** GEMM operand: input; of `e4m3/g128` there is one more for the gradient of the weight, with runs along its rows. */
@@ -11,8 +21,8 @@ export interface Recipe {
   w: Plain | 'e4m3/t' | 'e4m3/b128'
   /** GEMM operand: gradient of the output. */
   dy: Plain | 'e5m2/t' | 'e4m3/g128'
-  /** How a per-tensor scale is chosen: `current` measures every tensor. */
-  scale: 'current'
+  /** How a per-tensor scale is chosen: `current` measures every tensor; else it follows from the last steps. */
+  scale: 'current' | DelayedScaling
   /** What nonlinear ops keep of their inputs for backward; with the stream's format they read it, too, whatever the flow. */
   saved: Plain | 'e4m3/g16'
   /**
@@ -46,6 +56,9 @@ export interface Recipe {
 /** Axes of a block that differ from the model's; the residual stream is one. */
 export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream'>>
 
+// What Transformer Engine takes.
+const history = { history: 1024, pick: 'max', margin: 0 } as const
+
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {
   //                   GEMM x, w, dy                                        scale             kept, flow                      stream          attention            parameter, master, rounding, gradient                                  moments
@@ -68,6 +81,7 @@ export const recipes = {
   // products alone: Transformer Engine and torchao a tensor, Transformer Engine and DeepSeek-V3 a block
   'te-current':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
   'ao-tensorwise':   { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'te-delayed':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: history,   saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
   'te-block':        { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
   'deepseek-v3':     { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
   // FP8-LM: its parameters and gradients, then its moments

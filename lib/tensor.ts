@@ -313,6 +313,19 @@ export class Tensor implements Disposable {
     this.#amax = { tensor: Tensor.#retain(handle), version: native.version(this.handle) }
   }
 
+  /** The largest |x|, f32 [1], that of a producer or measured once; this tensor holds it. */
+  amax(): Tensor {
+    if (this.#amax?.version !== native.version(this.handle))
+      this.adoptAmax(native.amax(this.handle as Parameters<typeof native.amax>[0]))
+    return (this.#amax as Twin).tensor
+  }
+
+  /** Gives `/t` twins of this format that are made from now on this scale, f32 [1]. */
+  adoptScale(format: Format, scale: Tensor): void {
+    this.#scales.get(format)?.tensor.release()
+    this.#scales.set(format, { tensor: scale.retain(), version: native.version(this.handle) })
+  }
+
   /** The tensor of which this one is a twin. */
   get source(): Tensor | null {
     return this.#source

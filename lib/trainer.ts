@@ -194,6 +194,7 @@ export class Trainer implements Disposable {
       const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
         if (!within) optimizer.step(lr, norm.clip)
+        for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         for (const part of losses) loss += await part.item()
         gradNorm = await norm.norm.item()

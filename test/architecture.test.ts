@@ -35,7 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
-    ['tape', 'data', 'safetensors', 'axes'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler'],
     ['ops'],
     ['modules', 'tokens', 'jsonl'],
     ['models/llama', 'rules'],

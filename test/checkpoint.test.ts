@@ -122,6 +122,7 @@ describe('C1: 16 steps are 8 and 8', () => {
     'a scale a tensor': { recipe: { ...recipes.coat, m: 'e4m3/t', v: 'f16/t' } },
     'parameters in two values': { recipe: 'collage-plus' },
     'parameters and gradients with a scale': { recipe: 'fp8-lm-o2' },
+    'scales of steps before': { recipe: 'te-delayed' },
     '4 bits': { recipe: { ...recipes.coat, m: 'd4/g128', v: 'u4/g128' } },
     lion: { options: { optimizer: lion({ lr: 0.001 }), accumulate: 2 } },
     sgd: { options: { optimizer: sgd({ lr: 0.01, dampening: 0.5 }) }, sizes: { tie_word_embeddings: false } },

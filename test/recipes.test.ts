@@ -38,6 +38,24 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes.coat, flow: 'paper' }, /flow is 'paper' and must be one of 'fp8', 'save'/],
   [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
+  [{ ...recipes.coat, scale: 'delayed' }, /scale is 'delayed' and must be one of 'current'/],
+  [
+    { ...recipes.coat, scale: { history: 0, pick: 'max', margin: 0 } },
+    /scale.history is 0 and must be an integer of at/,
+  ],
+  [
+    { ...recipes.coat, scale: { history: 1, pick: 'min', margin: 0 } },
+    /scale.pick is "min" and must be one of max, most/,
+  ],
+  [{ ...recipes.coat, scale: { history: 1, pick: 'max', margin: 0.5 } }, /scale.margin is 0.5 and must be an integer/],
+  [
+    { ...recipes.coat, scale: { history: 1, length: 2 } },
+    /axis 'scale.length' is unknown; a delayed scale has history/,
+  ],
+  [
+    { ...recipes['te-block'], scale: recipes['te-delayed'].scale },
+    /a delayed scale needs x 'e4m3\/t' .* scale \{"hist/,
+  ],
   [{ ...recipes['te-block'], saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [
     { ...recipes['te-block'], dy: 'e5m2/t' },

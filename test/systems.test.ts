@@ -6,6 +6,8 @@ import { describe, expect, it } from 'vitest'
 import {
   AdamW,
   cosine,
+  DelayedScale,
+  device,
   LlamaForCausalLM,
   memory,
   ops,
@@ -67,6 +69,7 @@ describe('bytes of a parameter', () => {
     ['adamwfp8', 6.03125],
     ['bnb-adam8bit', 6.03125],
     ['te-current', 16],
+    ['te-delayed', 16],
     ['te-block', 16],
     ['ao-tensorwise', 16],
     ['deepseek-v3', 12],
@@ -210,6 +213,73 @@ describe('products a block', () => {
     using x = Tensor.from(values, [1, 2])
     const read = (await x.as('e4m3/g128').read()) as Float32Array
     read.forEach((value, i) => void expect(value).toBeCloseTo(expected[i] as number, 6))
+  })
+})
+
+describe('delayed scaling', () => {
+  it('gives the scale of the steps before, the same within a step, and measures in the first', async () => {
+    using scale = new DelayedScale('here', 'e4m3/t', { history: 2, pick: 'max', margin: 0 }, device('cpu'))
+    const scales: number[] = []
+    const step = async (...parts: number[][]) => {
+      for (const values of parts) {
+        using x = Tensor.from(values, [1, 2])
+        scale.give(x, true)
+        using used = Tensor.own(native.scale_of(x.as('e4m3/t').handle))
+        const across = x.as('e4m3/t', { transposed: true })
+        expect(await across.read()).toEqual(await x.as('e4m3/t').read())
+        scales.push(448 * (await used.item()))
+      }
+      scale.advance()
+    }
+    await step([1, 2], [-8, 1])
+    await step([4, 1], [1, 1])
+    await step([2, 1])
+    await step([1, 64])
+    scale.advance() // a step in which it did not run
+    await step([1, 1])
+    expect(scales.map((x) => Number(x.toFixed(4)))).toEqual([2, 8, 8, 8, 8, 4, 64])
+    using saturated = Tensor.from([1000, 1], [1, 2])
+    scale.give(saturated, false)
+    expect((await saturated.as('e4m3/t').read())[0]).toBeCloseTo(64, 4)
+  })
+
+  it('of a model: begins as current scaling, then has the magnitudes of the weights before', async () => {
+    const scaling = { history: 2, pick: 'max', margin: 1 } as const
+    using run = new Run({ base: 'te-delayed', scale: scaling }, { steps: 4, accumulate: 2, batch: 2 })
+    using current = new Run('te-current', { steps: 4, accumulate: 2, batch: 2 })
+    const scales = run.model.delayedScales()
+    expect(scales.map(({ name }) => name).slice(0, 3)).toEqual(
+      ['x', 'w', 'dy'].map((operand) => `model.layers.0.self_attn.qkv_proj.${operand}`),
+    )
+    expect(scales).toHaveLength(2 * 4 * 3)
+    const { weight, scales: own } = run.model.layers[1]?.mlp.input ?? expect.fail()
+    const largest: number[] = []
+    for (let step = 0; step < 4; step++) {
+      largest.unshift(
+        ((await weight.tensor.read()) as Float32Array).reduce((most, x) => Math.max(most, Math.abs(x)), 0),
+      )
+      const [{ loss }, other] = [await run.trainer.step(), await current.trainer.step()]
+      // norms write bf16 here, which is rounded once more
+      expect(Math.abs(loss / other.loss - 1)).toBeLessThan(step === 0 ? 1e-3 : 0.02)
+      expect(await own?.w.scale.item()).toBeCloseTo((2 * Math.max(...largest.slice(0, 2))) / 448, 7)
+    }
+    for (const { name, scale, history } of scales) {
+      const [value, [front, last]] = [await scale.item(), await history.read()]
+      expect(front, name).toBe(0)
+      expect(value, name).toBeGreaterThan(((2 * (last as number)) / (name.endsWith('dy') ? 57344 : 448)) * 0.999)
+    }
+  })
+
+  it('a step that is skipped leaves no infinity behind', async () => {
+    using run = new Run('te-delayed', { steps: 4 })
+    await run.trainer.step()
+    const [param] = run.model.parameters('model.norm.weight') as [Param]
+    const before = await param.tensor.readBytes()
+    param.write(new Float32Array(param.tensor.numel).fill(Number.POSITIVE_INFINITY))
+    expect((await run.trainer.step()).skipped).toBe(true)
+    native.write(param.tensor.handle, before)
+    expect((await run.trainer.step()).skipped).toBe(false)
+    for (const { scale } of run.model.delayedScales()) expect(await scale.item()).toBeLessThan(1)
   })
 })
 
