@@ -207,6 +207,15 @@ export const opCases: readonly OpCase[] = [
     formats: { amax: 'f32', scale: 'f32' },
     expect: { result: 'scale', value: (_, values) => Math.abs(at(values, 'amax', 0)) / 448 },
   },
+  { op: 'observe_amax', sizes: { H: 1024 }, large: [], formats: { history: 'f32', amax: 'f32' } },
+  {
+    op: 'scale_from_history',
+    sizes: { H: 1024 },
+    large: [],
+    formats: { history: 'f32', scale: 'f32' },
+    numbers: { headroom: 1 },
+  },
+  { op: 'assign', sizes: rows, formats: { y: 'f16/t', x: 'f16/t' } },
   { op: 'scale_of', sizes: rows, formats: { x: 'e4m3/t', y: 'f32' } },
   {
     op: 'add',

@@ -91,6 +91,14 @@ COAT_HD float scale_from_bound(float bound) {
   return power_not_below(scale_from_amax<Code>(bound));
 }
 
+// The scale after a step, from the largest magnitude that it shall hold; none was seen: it stays.
+template <class Code>
+COAT_HD float delayed_scale(float amax, float headroom, float scale) {
+  if (amax == 0.f) return scale;
+  const float next = scale_from_amax<Code>(amax) * headroom;
+  return next < kMinNormal ? kMinNormal : next > kLargest ? kLargest : next;
+}
+
 // ---- views: open(b) -> what load needs of block b; seal(b, range) -> what store needs; store = put what is scaled
 // ----
 

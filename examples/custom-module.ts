@@ -4,10 +4,12 @@ import { start } from '../bench/options.ts'
 import {
   build,
   type Device,
+  gradientOf,
   LayerNorm,
   Linear,
   MLP,
   Module,
+  matrixParam,
   ops,
   Param,
   type Recipe,
@@ -36,8 +38,7 @@ class NextByte extends Module implements TrainableModel {
     const made = build(options)
     this.recipe = made.recipe
     this.device = made.device
-    const { param: format } = made.recipe
-    this.embedding = new Param(made, 'bytes.weight', { shape: [256, hidden], format, init: { std: 0.1 }, decay: true })
+    this.embedding = new Param(made, 'bytes.weight', matrixParam(made.recipe, 256, hidden, 0.1))
     this.norm = new LayerNorm(made, 'norm', { size: hidden, eps: 1e-5 })
     this.mlp = new MLP(made, 'mlp', { hidden, inner: 160, activation: 'swiglu' })
     // `plain`: in the format of the residual stream, as heads are best
@@ -47,9 +48,9 @@ class NextByte extends Module implements TrainableModel {
 
   /** Logits [M, 256] of ids [M]. Everything made inside a scope is freed, but for what it returns. */
   forward(ids: Tensor): Tensor {
-    const { stream, dw } = this.recipe
+    const { stream } = this.recipe
     return scope(() => {
-      const x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw })
+      const x = ops.embedding(ids, this.embedding.tensor, { y: stream, dw: gradientOf(this.recipe) })
       // what the next norm reads is made with the sum
       const y = ops.add(x, this.mlp.forward(this.norm.forward(x)), stream, this.last.reader)
       return this.head.forward(this.last.forward(y))

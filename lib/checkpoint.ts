@@ -98,7 +98,7 @@ const plain: { readonly [Name in Format]?: Dtype } = { f32: 'F32', bf16: 'BF16' 
  * newest checkpoints (default: none). The folder is renamed into place when all is on the disk: a process that is killed
  * leaves the checkpoints before, and hidden leftovers that the next save removes. Resolves to the folder.
  *
- * model.safetensors has the parameters under the names of Hugging Face, optimizer.safetensors the states: f32 and bf16 as
+ * model.safetensors has the parameters under the names of Hugging Face, optimizer.safetensors the states and scales of steps before: f32 and bf16 as
  * such, other formats as bytes (codes, then scales); the metadata give each tensor's format and shape.
  */
 export async function saveCheckpoint(
@@ -183,6 +183,7 @@ export async function loadCheckpoint(
     if (facts.data) trainer.options.data.restore?.(facts.data)
     await filled(entries.model, files.model)
     await filled(entries.optimizer, files.optimizer)
+    for (const scale of trainer.model.delayedScales()) scale.ready = facts.batches > 0
     trainer.optimizer.steps = facts.step
     trainer.batches = batches
     if (facts.spike) trainer.guard?.restore(facts.spike)
@@ -335,7 +336,9 @@ function compared(trainer: Checkpointed, { settings }: Facts, allow: readonly st
 }
 
 function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]> {
-  const parameters = model.parameters().flatMap(({ tensor, parts }) => {
+  const parameters = model.parameters().flatMap(({ name, tensor, parts }) => {
+    // scales and remainders lie behind all rows
+    if (!plain[tensor.format]) return [entryOf(name, tensor, tensor.shape, 0, tensor.bytes)]
     const rowBytes = tensor.bytes / (tensor.shape[0] as number)
     return parts.map(({ name, rows: [from, to] }) =>
       entryOf(name, tensor, [to - from, ...tensor.shape.slice(1)], from * rowBytes, (to - from) * rowBytes),
@@ -346,7 +349,14 @@ function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]
       tensor ? [entryOf(`${param.name}.${what}`, tensor, tensor.shape, 0, tensor.bytes)] : [],
     ),
   )
-  return { model: parameters, optimizer: states }
+  const scales = model
+    .delayedScales()
+    .flatMap(({ name, history, scale }) =>
+      Object.entries({ history, scale }).map(([what, tensor]) =>
+        entryOf(`${name}.${what}`, tensor, tensor.shape, 0, tensor.bytes),
+      ),
+    )
+  return { model: parameters, optimizer: [...states, ...scales] }
 }
 
 function entryOf(name: string, tensor: Tensor, shape: readonly number[], from: number, bytes: number): Entry {

@@ -1,5 +1,5 @@
 // What users import.
-
+export { type ParameterBytes, parameterBytes, type RecipeChange, recipe } from './axes.ts'
 export { type CachedSizes, KeyValues } from './cache.ts'
 export {
   type Checkpointed,
@@ -35,14 +35,15 @@ export {
   Block,
   type Build,
   build,
+  gradientOf,
   LayerNorm,
   Linear,
   linearFormats,
   MLP,
   Module,
+  matrixParam,
   Param,
   RMSNorm,
-  recipe,
   Sequential,
 } from './modules.ts'
 export { CoatError, type MemoryUsage } from './native.ts'
@@ -67,7 +68,7 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
-export { type Recipe, type RecipeName, recipes } from './recipes.ts'
+export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {
   type Dtype,
@@ -78,6 +79,7 @@ export {
   type WriteOptions,
   writeSafetensors,
 } from './safetensors.ts'
+export { DelayedScale } from './scaler.ts'
 export {
   constant,
   cosine,

@@ -1,111 +1,33 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
+import { layerRecipe, matcherOf, type RecipeChange, recipe } from './axes.ts'
 import type { KeyValues } from './cache.ts'
+import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
-import { type Recipe, type RecipeName, recipes } from './recipes.ts'
-import { addGradient, Tape } from './tape.ts'
-import {
-  type Device,
-  type DeviceName,
-  device,
-  type Format,
-  type GradientSink,
-  isScaled,
-  scope,
-  Tensor,
-} from './tensor.ts'
-
-// The formats and the pairs of formats that AdamW has for its moments.
-const adamw = native.table().find(({ name }) => name === 'adamw')
-function momentFormats(moment: 'm' | 'v'): readonly Format[] {
-  return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
-}
-
-const axes: { readonly [Axis in keyof Recipe]: readonly Recipe[Axis][] } = {
-  x: ['f32', 'bf16', 'e4m3/t'],
-  w: ['f32', 'bf16', 'e4m3/t'],
-  dy: ['f32', 'bf16', 'e5m2/t'],
-  scale: ['current'],
-  saved: ['f32', 'bf16', 'e4m3/g16'],
-  flow: ['fp8', 'save'],
-  stream: ['f32', 'bf16'],
-  attention: ['stream', 'e4m3/g16'],
-  param: ['f32', 'bf16'],
-  master: ['f32', null],
-  rounding: ['nearest', 'stochastic', 'kahan'],
-  dw: ['f32', 'bf16'],
-  m: momentFormats('m') as Recipe['m'][],
-  v: momentFormats('v') as Recipe['v'][],
-}
-
-const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
-  {
-    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t',
-    holds: ({ x, w, dy }) => w === x && dy === (x === 'e4m3/t' ? 'e5m2/t' : x),
-  },
-  { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
-  {
-    text: 'a plain saved must have the format of stream',
-    holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
-  },
-  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || isScaled(x) },
-  { text: "x 'e4m3/t' needs saved 'e4m3/g16'", holds: ({ x, saved }) => !isScaled(x) || isScaled(saved) },
-  {
-    text: "attention 'e4m3/g16' needs stream 'bf16'",
-    holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
-  },
-  {
-    text: 'm and v must be a pair of formats that adamw has',
-    holds: ({ m, v }) =>
-      adamw?.only.some(
-        ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
-      ) ?? false,
-  },
-  { text: "param 'f32' takes no master", holds: ({ param, master }) => param === 'bf16' || master === null },
-  {
-    text: "rounding other than 'nearest' needs param 'bf16' and no master",
-    holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
-  },
-]
-
-/** A recipe by name, or one of the caller's: unknown names, axes, formats and illegal combinations are refused. */
-export function recipe(which: RecipeName | Recipe): Recipe {
-  const fail = (message: string, argument: string): never => {
-    throw new CoatError(`recipe: ${message}`, 'recipe', 'recipe', argument)
-  }
-  if (typeof which === 'string') {
-    const known = Object.hasOwn(recipes, which) ? recipes[which] : undefined
-    return known ?? fail(`'${which}' is unknown; the recipes are ${Object.keys(recipes).join(', ')}`, 'name')
-  }
-  for (const axis of Object.keys(which))
-    if (!Object.hasOwn(axes, axis))
-      fail(`axis '${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, axis)
-  for (const [axis, legal] of Object.entries(axes)) {
-    const value = which[axis as keyof Recipe]
-    if (!(legal as readonly unknown[]).includes(value))
-      fail(`${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`, axis)
-  }
-  for (const { text, holds } of rules)
-    if (!holds(which)) {
-      const shown = Object.entries(which).map(([axis, value]) => `${axis} '${value}'`)
-      fail(`${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
-    }
-  return which
-}
+import type { Recipe, RecipeName } from './recipes.ts'
+import { DelayedScale } from './scaler.ts'
+import { addGradient, retained, Tape } from './tape.ts'
+import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
 
 /** What building a module needs to know. */
 export interface Build {
   recipe: Recipe
+  /** The block that is built, for recipes whose layers differ. */
+  layer: string | null
   device: Device
   /** Seed of the initial values: a parameter's own stream comes from it and the parameter's name. */
   seed: number
 }
 
-export function build(options: { recipe: RecipeName | Recipe; device?: Device | DeviceName; seed?: number }): Build {
+export function build(options: {
+  recipe: RecipeName | Recipe | RecipeChange
+  device?: Device | DeviceName
+  seed?: number
+}): Build {
   const seed = options.seed ?? 0
   if (!Number.isSafeInteger(seed) || seed < 0)
     throw new CoatError(`seed is ${seed} and must be an integer of at least 0`, 'value', 'build', 'seed')
-  return { recipe: recipe(options.recipe), device: device(options.device ?? 'cpu'), seed }
+  return { recipe: recipe(options.recipe), layer: null, device: device(options.device ?? 'cpu'), seed }
 }
 
 /** A named part of a fused parameter: rows [from, to) of the tensor. */
@@ -116,7 +38,9 @@ export interface Part {
 
 export interface ParamOptions {
   shape: readonly number[]
-  format: 'f32' | 'bf16'
+  format: Recipe['param']
+  /** Format of the gradient when it is whole; by default that in which it was made. */
+  grad?: Recipe['dw']
   /** Standard deviation of normal initial values, or one value for all. */
   init: { std: number } | { value: number }
   /** Whether weight decay applies. */
@@ -124,26 +48,26 @@ export interface ParamOptions {
   parts?: readonly Part[]
 }
 
-/** Names like the pattern, in which `*` stands for anything. */
-function matcherOf(pattern: string): RegExp {
-  return new RegExp(`^${pattern.replace(/[\\^$.|?+()[\]{}]/g, '\\$&').replaceAll('*', '.*')}$`)
-}
-
 /** A trained tensor and its gradient. Fused ones (q|k|v, gate|up) carry the names of their parts as checkpoints have them. */
 export class Param implements GradientSink, Disposable {
   readonly name: string
+  /** The block that it is a part of. */
+  readonly layer: string | null
   readonly tensor: Tensor
   readonly decay: boolean
   readonly parts: readonly Part[]
+  readonly gradFormat: Recipe['dw'] | null
   grad: Tensor | null = null
   /** Called in backward when `grad` is whole and the tensor may change. */
   onComplete: (() => void) | null = null
 
   constructor(build: Build, name: string, options: ParamOptions) {
     this.name = name
+    this.layer = build.layer
     this.decay = options.decay
     const { shape, init, format } = options
     this.parts = options.parts ?? [{ name, rows: [0, shape[0] as number] }]
+    this.gradFormat = options.grad ?? null
     this.tensor = scope(() => {
       if ('value' in init)
         return Tensor.from(new Float32Array(shape.reduce((a, b) => a * b, 1)).fill(init.value), shape, {
@@ -151,9 +75,11 @@ export class Param implements GradientSink, Disposable {
           device: build.device,
         }).keep()
       const [rows, cols] = shape as [number, number]
-      return Tensor.own(
-        native.random_normal(format, rows, cols, 0, init.std, seedOf(build.seed, name), build.device.kind),
-      ).keep()
+      const drawn = format === 'bf16' ? format : 'f32'
+      const values = Tensor.own(
+        native.random_normal(drawn, rows, cols, 0, init.std, seedOf(build.seed, name), build.device.kind),
+      )
+      return (drawn === format ? values : Tensor.own(native.convert(values.handle, null, format))).keep()
     })
     native.retag(this.tensor.handle, 'param')
     this.tensor.sink = this
@@ -184,16 +110,25 @@ export class Param implements GradientSink, Disposable {
   }
 
   accumulate(gradient: Tensor): void {
+    if (this.grad && isScaled(this.grad.format)) this.#become(native.convert(this.grad.handle, null, 'bf16'))
     this.grad = addGradient(this.grad, gradient)
     native.retag(this.grad.handle, 'grad')
   }
 
   complete(): void {
+    const { gradFormat, grad } = this
+    if (grad && gradFormat && grad.format !== gradFormat) this.#become(native.convert(grad.handle, null, gradFormat))
     this.onComplete?.()
   }
 
+  #become(grad: Handle): void {
+    this.dropGrad()
+    this.grad = retained(Tensor.own(grad))
+    native.retag(grad, 'grad')
+  }
+
   get held(): Tensor | null {
-    return this.grad?.exclusive ? this.grad : null
+    return this.grad?.exclusive && !isScaled(this.grad.format) ? this.grad : null
   }
 
   dropGrad(): void {
@@ -203,13 +138,9 @@ export class Param implements GradientSink, Disposable {
 
   /** Replaces the values by those of f32 `values` [the parameter's shape], rounded to its format. */
   write(values: Float32Array): void {
-    const plain = Tensor.from(values, this.tensor.shape, { device: this.tensor.device })
-    try {
-      if (this.tensor.format === 'f32') native.write(this.tensor.handle, values)
-      else native.add_into(negativeZeros(this.tensor).handle, plain.handle)
-    } finally {
-      plain.dispose()
-    }
+    const { shape, device, format, handle } = this.tensor
+    if (format === 'f32') native.write(handle, values)
+    else scope(() => native.assign(handle, Tensor.from(values, shape, { device, format }).handle))
   }
 
   dispose(): void {
@@ -219,14 +150,6 @@ export class Param implements GradientSink, Disposable {
   [Symbol.dispose](): void {
     this.dispose()
   }
-}
-
-// Adding to -0 keeps every value, -0 too.
-function negativeZeros(tensor: Tensor): Tensor {
-  const bytes = new Uint8Array(tensor.bytes)
-  new Uint16Array(bytes.buffer).fill(0x8000, 0, tensor.numel)
-  native.write(tensor.handle, bytes)
-  return tensor
 }
 
 // FNV-1a over the name, mixed with the seed: 52 bits, so that it stays an exact number.
@@ -259,6 +182,11 @@ export abstract class Module implements Disposable {
         if (item instanceof Param || item instanceof Module) yield item
   }
 
+  /** The scales of steps before that products below this module have, if the recipe delays them. */
+  delayedScales(): DelayedScale[] {
+    return [...this.#children()].flatMap((item) => (item instanceof Module ? item.delayedScales() : []))
+  }
+
   dispose(): void {
     for (const item of this.#children()) item.dispose()
   }
@@ -286,23 +214,22 @@ export class Linear extends Module {
   readonly weight: Param
   readonly bias: Param | null
   readonly formats: ops.LinearFormats
+  readonly scales: ops.LinearScales | null
 
   constructor(build: Build, name: string, options: LinearOptions) {
     super()
     const { recipe } = build
     const { inputs, outputs, std = 0.02 } = options
     this.formats = linearFormats(recipe, options)
+    this.scales = options.plain ? null : delayedScales(build, name, this.formats)
     this.weight = new Param(build, `${name}.weight`, {
-      shape: [outputs, inputs],
-      format: recipe.param,
-      init: { std },
-      decay: true,
+      ...matrixParam(recipe, outputs, inputs, std),
       ...(options.parts ? { parts: options.parts } : {}),
     })
     this.bias = options.bias
       ? new Param(build, `${name}.bias`, {
           shape: [outputs],
-          format: recipe.param,
+          format: plainParam(recipe),
           init: { value: 0 },
           decay: false,
           ...(options.biasParts ? { parts: options.biasParts } : {}),
@@ -311,26 +238,66 @@ export class Linear extends Module {
   }
 
   forward(x: Tensor): Tensor {
-    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats)
+    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats, this.scales)
   }
+
+  /** forward(swiglu(x)): x [M, 2·inputs] → [M, outputs]; consumes x. */
+  afterSwiglu(x: Tensor, activation: ops.ActivationFormats): Tensor {
+    const { weight, bias, formats, scales } = this
+    return ops.swigluLinear(x, weight.tensor, bias?.tensor ?? null, activation, formats, scales)
+  }
+
+  override delayedScales(): DelayedScale[] {
+    return this.scales ? Object.values(this.scales) : []
+  }
+
+  override dispose(): void {
+    for (const scale of this.delayedScales()) scale.dispose()
+    super.dispose()
+  }
+}
+
+function delayedScales(build: Build, name: string, formats: ops.LinearFormats): ops.LinearScales | null {
+  const { scale } = build.recipe
+  if (scale === 'current') return null
+  const of = (operand: 'x' | 'w' | 'dy') =>
+    new DelayedScale(`${name}.${operand}`, formats[operand], scale, build.device)
+  return { x: of('x'), w: of('w'), dy: of('dy') }
+}
+
+/** A matrix [rows, columns] in the formats of a recipe. */
+export function matrixParam({ param, dw }: Recipe, rows: number, columns: number, std: number): ParamOptions {
+  const grad = isScaled(dw) ? { grad: dw } : {}
+  return { shape: [rows, columns], format: param, init: { std }, decay: true, ...grad }
+}
+
+function plainParam({ param }: Recipe): 'f32' | 'bf16' {
+  return param === 'bf16' ? 'bf16' : 'f32'
+}
+
+/** The format in which gradients of parameters are made. */
+export function gradientOf({ dw }: Recipe): 'f32' | 'bf16' {
+  return dw === 'f32' ? 'f32' : 'bf16'
 }
 
 export function linearFormats(
   recipe: Recipe,
   options: { plain?: boolean; result?: ops.LinearFormats['y'] },
 ): ops.LinearFormats {
-  const { stream, dw } = recipe
+  const { stream } = recipe
   const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x: recipe.x, w: recipe.w, dy: recipe.dy }
-  return { ...operands, y: options.result ?? stream, dx: stream, dw }
+  return { ...operands, y: options.result ?? stream, dx: stream, dw: gradientOf(recipe) }
 }
 
-// What nonlinear ops read and keep.
-function nonlinear({ saved, flow, x, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
-  return { x: flow === 'save' ? stream : saved, saved, y: x }
+// What nonlinear ops read and keep, and what they write: the operand of the product that follows, where they can make it with
+// the scale that they measure.
+function nonlinear({ saved, flow, x, scale, stream }: Recipe): Pick<ops.NormFormats, 'x' | 'saved' | 'y'> {
+  return { x: flow === 'save' ? stream : saved, saved, y: x === 'e4m3/t' && scale === 'current' ? x : stream }
 }
 
 function normFormats(recipe: Recipe, plain: boolean): ops.NormFormats {
-  const { stream, dw } = recipe
+  const { stream } = recipe
+  const dw = gradientOf(recipe)
   const read = plain ? { x: stream, saved: stream, y: stream } : nonlinear(recipe)
   return { ...read, dx: stream, dw }
 }
@@ -511,7 +478,8 @@ export class MLP extends Module {
     const read = nonlinear(build.recipe)
     const gated = sizes.activation === 'swiglu'
     this.activation = sizes.activation
-    this.formats = { ...read, dx: build.recipe.dy }
+    const { dy, scale, stream } = build.recipe
+    this.formats = { ...read, dx: dy === 'e5m2/t' && scale === 'current' ? dy : stream }
     const parts = (kind: string): Part[] =>
       gated
         ? [
@@ -539,8 +507,7 @@ export class MLP extends Module {
     // the wide input of the activation is freed before the next product
     const { input, output, formats } = this
     if (this.activation === 'gelu') return output.forward(scope(() => ops.gelu(input.forward(x), formats)))
-    const { weight, bias } = output
-    return scope(() => ops.swigluLinear(input.forward(x), weight.tensor, bias?.tensor ?? null, formats, output.formats))
+    return scope(() => output.afterSwiglu(input.forward(x), formats))
   }
 }
 
@@ -561,8 +528,9 @@ export class Block extends Module {
   readonly mlp: MLP
   readonly stream: 'f32' | 'bf16'
 
-  constructor(build: Build, name: string, sizes: BlockSizes) {
+  constructor(model: Build, name: string, sizes: BlockSizes) {
     super()
+    const build = { ...model, recipe: layerRecipe(model.recipe, name), layer: name }
     this.stream = build.recipe.stream
     this.attentionNorm = normOf(build, `${name}.${sizes.normNames[0]}`, sizes)
     this.attention = new Attention(build, `${name}.self_attn`, sizes)

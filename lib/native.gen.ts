@@ -13,12 +13,18 @@ export interface NativeOps {
   convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert, except in runs, which lie in the rows of y. x [M, N], scale [1], y [N, M]. */
   convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g128' | 'e4m3/b128'): Handle
+  /** y becomes x, codes and scales: the way to change a tensor that is held in place. y […], x […]. */
+  assign(y: Handle, x: Handle): void
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
   amax(x: Handle): Handle
   /** scale = the one that convert measures for y in this format where the largest |y| is amax; where that is NaN or Inf, the one for the largest finite number. amax [1], scale [1]. */
   scale_from_amax(amax: Handle, format: 'e4m3/t' | 'e5m2/t'): Handle
   /** y = the scale stored in x. x […], y [1]. */
   scale_of(x: Handle): Handle
+  /** history[0] = the larger of it and amax; an amax that is NaN or infinite is passed over. history [H], amax [1]. */
+  observe_amax(history: Handle, amax: Handle): void
+  /** scale = headroom times the one that convert measures for this format where the largest |y| is that of history (max) or history[0] (most_recent); where that is 0 scale stays. Then history moves on by one, with 0 at its front, unless history[0] is 0. history [H], scale [1]. */
+  scale_from_history(history: Handle, scale: Handle, format: 'e4m3/t' | 'e5m2/t', pick: 'max' | 'most_recent', headroom: number): void
   /** y = a + b, summed in FP32; twin = the same FP32 sum, quantized. a […], b […], y […], twin […]. */
   add(a: Handle, b: Handle, y: 'f32' | 'bf16', twin: 'e4m3/g16' | null): [y: Handle, twin: Handle | null]
   /** y = y + x, summed in FP32. y […], x […]. */

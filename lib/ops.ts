@@ -1,8 +1,11 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
+import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor, type TensorOptions } from './tensor.ts'
+
+export * from './rotation.ts'
 
 type Plain = 'f32' | 'bf16'
 
@@ -22,20 +25,45 @@ export interface LinearFormats {
   dw: Plain
 }
 
+/** Scales of the operands of one product from steps before, where they are not measured. */
+export interface LinearScales {
+  x: DelayedScale
+  w: DelayedScale
+  dy: DelayedScale
+}
+
+// Runs lie along the sum of a product, so that the gradient of the weight needs others than y does.
+function hasRuns(format: FloatFormat): boolean {
+  return format === 'e4m3/g128'
+}
+
 function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
   return inputs.some((input) => input?.requiresGrad) ? Tape.current : null
 }
 
 /** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so. */
-export function linear(x: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
+export function linear(
+  x: Tensor,
+  w: Tensor,
+  b: Tensor | null,
+  formats: LinearFormats,
+  scales: LinearScales | null = null,
+): Tensor {
+  const tape = recordedBy(x, w, b)
+  scales?.x.give(x, tape !== null)
+  scales?.w.give(w, tape !== null)
   const xq = x.as(formats.x)
   const y = product(xq, w, b, formats)
-  recordedBy(x, w, b)?.push('linear', inputsOf(x, w, b), y, [xq, w], (dy, [xq, w]) => {
-    if (!xq || !w) return []
+  if (!tape) return y
+  const across = hasRuns(formats.x)
+  const kept = across && w.requiresGrad ? x.as(formats.x, { transposed: true }) : xq
+  tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
+    if (!kept || !w) return []
+    scales?.dy.give(dy, true)
     const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
-    const scaled = isScaled(formats.dy)
+    const turned = isScaled(formats.dy) && !across
     const dw = w.requiresGrad
-      ? weightGradient(dy, scaled ? xq.as(formats.x, { transposed: true }) : xq, w, formats)
+      ? weightGradient(dy, turned ? kept.as(formats.x, { transposed: true }) : kept, w, formats)
       : null
     return [dx, dw, biasGradient(dy, b, formats)]
   })
@@ -48,7 +76,7 @@ const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] 
 function product(xq: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const wq = w.as(formats.w)
   const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
-  if (isScaled(formats.dy)) y.gradientFormat = formats.dy
+  if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
   return y
 }
@@ -202,7 +230,7 @@ function swigluGradient(
   const [handle, twin, product] = native.swiglu_backward(
     dy.handle,
     x.handle,
-    turned && dy.amax,
+    turned && (dy.amax?.handle ?? null),
     scale?.handle ?? null,
     format,
     turned,
@@ -214,8 +242,8 @@ function swigluGradient(
 }
 
 /**
- * linear(swiglu(x), w, b): x [M, 2F], w [N, F] → [M, N]; consumes x. Where the operands are FP8 and the tape makes things again, it
- * keeps the FP8 copy of x and one scale, and backward makes the transposed operand of the weight gradient in the same pass
+ * linear(swiglu(x), w, b): x [M, 2F], w [N, F] → [M, N]; consumes x. Where the operands are FP8 by the scales that they measure
+ * and the tape makes things again, it keeps the FP8 copy of x and one scale, and backward makes the transposed operand of the weight gradient in the same pass
  * as the gradient of x.
  */
 export function swigluLinear(
@@ -224,14 +252,16 @@ export function swigluLinear(
   b: Tensor | null,
   activation: ActivationFormats,
   formats: LinearFormats,
+  scales: LinearScales | null = null,
 ): Tensor {
   const tape = recordedBy(x, w, b)
   const { x: read, saved, y: operand, dx } = activation
   const fp8 = saved === 'e4m3/g16' && operand === 'e4m3/t' && formats.x === operand && dx === 'e5m2/t'
-  if (!tape || tape.recompute === 'none' || !fp8 || !isScaled(formats.dy) || !x.requiresGrad || !w.requiresGrad) {
+  const remade = tape && tape.recompute !== 'none' && fp8 && scales === null
+  if (!remade || !isScaled(formats.dy) || !x.requiresGrad || !w.requiresGrad) {
     const gated = swiglu(x, activation)
     x.dispose()
-    const y = linear(gated, w, b, formats)
+    const y = linear(gated, w, b, formats, scales)
     gated.dispose()
     return y
   }
@@ -317,7 +347,9 @@ function sumFor(a: Tensor, b: Tensor, format: Plain, { formats, rms }: Reader, r
 
 /** Rows of w [V, N] by ids i32 [M] → [M, N]. */
 export function embedding(ids: Tensor, w: Tensor, formats: { y: Plain; dw: Plain }): Tensor {
-  const y = Tensor.own(native.embedding_forward(ids.handle, w.handle, formats.y), formats.y)
+  const table = w.format === 'f32' || w.format === 'bf16' ? w : w.as(formats.y)
+  const y = Tensor.own(native.embedding_forward(ids.handle, table.handle, formats.y), formats.y)
+  w.dropTwins()
   const rows = w.shape[0] as number
   recordedBy(w)?.push('embedding', [w], y, [ids], (dy, [ids]) => [
     Tensor.own(native.embedding_backward((ids as Tensor).handle, dy.handle, formats.dw, rows)),
@@ -448,53 +480,6 @@ export function attentionCached(qkv: Tensor, cache: Tensor, options: CachedOptio
   if (rope) native.rope(rope.handle, qkv.handle, null, H, J, D, 1)
   const format = qkv.format as Plain
   return Tensor.own(native.attention_cached(qkv.handle, cache.handle, format, H, J, D, first, window, 1 / Math.sqrt(D)))
-}
-
-/**
- * Stretched rotations: all angles divided by `factor` (linear), or, with the other three, only those of waves longer than
- * `positions` / `low`, none of waves shorter than `positions` / `high`, and a mixture in between (Llama 3.1).
- */
-export type RopeScaling = { factor: number } | { factor: number; low: number; high: number; positions: number }
-
-export interface Rotation {
-  /** Base of the angles. */
-  theta: number
-  scaling?: RopeScaling | null
-}
-
-/** Radians a position of the pairs (i, i + D/2), float64 [D/2]. */
-export function ropeFrequencies(headDim: number, { theta, scaling }: Rotation): Float64Array {
-  const half = headDim / 2
-  return Float64Array.from({ length: half }, (_, i) => {
-    const frequency = theta ** (-i / half)
-    if (!scaling) return frequency
-    const stretched = frequency / scaling.factor
-    if (!('low' in scaling)) return stretched
-    const { low, high, positions } = scaling
-    const turns = (positions * frequency) / (2 * Math.PI)
-    const kept = Math.min(1, Math.max(0, (turns - low) / (high - low)))
-    return (1 - kept) * stretched + kept * frequency
-  })
-}
-
-/** Cosines and sines of the positions from `first` on, f32 [T, D]: D/2 cosines, then D/2 sines; angles in float64. */
-export function ropeTable(
-  positions: number,
-  headDim: number,
-  rotation: Rotation,
-  device: TensorOptions['device'] = 'cpu',
-  first = 0,
-): Tensor {
-  const half = headDim / 2
-  const frequencies = ropeFrequencies(headDim, rotation)
-  const values = new Float32Array(positions * headDim)
-  for (let t = 0; t < positions; t++)
-    for (let i = 0; i < half; i++) {
-      const angle = (first + t) * (frequencies[i] as number)
-      values[t * headDim + i] = Math.cos(angle)
-      values[t * headDim + half + i] = Math.sin(angle)
-    }
-  return Tensor.from(values, [positions, headDim], { device })
 }
 
 function refuse(op: string, argument: string, value: number, rule: string): never {

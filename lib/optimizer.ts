@@ -1,4 +1,5 @@
 // Optimizers: which parameters with which formats, one native call for many tensors; clipping stays on the device.
+import { axesOf } from './axes.ts'
 import type { Module, Param } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import type { Recipe } from './recipes.ts'
@@ -80,7 +81,7 @@ export interface StepInBackward extends Disposable {
 }
 
 /** What an optimizer reads of a recipe. */
-export type OptimizerRecipe = Pick<Recipe, 'master' | 'm' | 'v'> & { rounding?: Rounding }
+export type OptimizerRecipe = Pick<Recipe, 'master' | 'm' | 'v' | 'layers'> & { rounding?: Rounding }
 
 /** A rule over the parameters of a module that are not frozen, with the state formats of a recipe. */
 export class Optimizer<Options extends FullOptions = FullOptions> implements Disposable {
@@ -117,25 +118,25 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         )
       return named
     })
-    const { master = null } = recipe
-    if (master !== null && master !== 'f32')
-      throw new CoatError(`${rule}: the recipe's master is ${master} and must be f32 or null`, 'format', rule, 'master')
-    const rounding = options.rounding ?? recipe.rounding ?? 'nearest'
-    checkRounding(rule, rounding, master, this.params)
+    const { master: common = null } = recipe
+    if (common !== null && common !== 'f32')
+      throw new CoatError(`${rule}: the recipe's master is ${common} and must be f32 or null`, 'format', rule, 'master')
+    checkRounding(rule, options.rounding ?? recipe.rounding ?? 'nearest', common, this.params)
     const entry = entryOf(rule)
     const calls = new Map<string, number>()
     const plans = this.params.map((param) => {
       const given = parameters.filter((_, i) => matched[i]?.has(param)).flatMap((override) => Object.entries(override))
       const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
-      const all = { ...rules.sgd.defaults, ...rules.adamw.defaults, ...options, m: recipe.m, v: recipe.v, ...own }
+      const { m, v, master, rounding = 'nearest' } = axesOf(recipe, param.layer)
+      const all = { ...rules.sgd.defaults, ...rules.adamw.defaults, ...options, m, v, ...own }
       checkMoments(param, all, entry)
       if (rule === 'adamw' && !all.allowUnsafe) checkSafe(param, all)
       const { betas, eps, vFloor, momentum, dampening, nesterov } = all
       const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
       const narrow = param.tensor.format === 'bf16'
-      const doubled = narrow && master !== null
-      const mode = narrow ? rounding : 'nearest'
+      const doubled = param.tensor.format !== 'f32' && (master ?? null) !== null
+      const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
       const key = JSON.stringify([numbers, doubled, mode])
       const call = calls.get(key) ?? calls.size
       calls.set(key, call)

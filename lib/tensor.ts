@@ -282,14 +282,21 @@ export class Tensor implements Disposable {
     if (!transposed) {
       handle = native.convert(this.handle, scale, format)
     } else {
-      const straight = format.endsWith('/t') ? this.#twins.get(format) : undefined // runs are made anew, from exact values
-      const source = straight?.version === version ? straight.tensor : this
+      const source = this.#across(format, version)
       handle = native.convert_transposed(source.handle, source === this ? scale : null, transposable(format))
     }
     const twin = this.adoptTwin(handle, format, key, version)
     if (this.keepsScale && scale === null && format.endsWith('/t'))
       this.#scales.set(format, { tensor: Tensor.#retain(native.scale_of(twin.handle)), version })
     return twin
+  }
+
+  // What a transposed twin is made of: a `/t` one of its straight twin where that is there, runs of exact values.
+  #across(format: FloatFormat, version: number): Tensor {
+    const straight = format.endsWith('/t') ? this.#twins.get(format) : undefined
+    if (straight?.version === version) return straight.tensor
+    if (transposables.has(this.format)) return this
+    return this.as(format.endsWith('/t') ? format : 'f32')
   }
 
   /** Takes a twin that a producer wrote besides this tensor. */
@@ -306,10 +313,22 @@ export class Tensor implements Disposable {
     this.#amax = { tensor: Tensor.#retain(handle), version: native.version(this.handle) }
   }
 
-  /** The largest |x| that it carries, unless it has changed since. */
-  get amax(): Handle | null {
+  /** The largest |x|, f32 [1], that it carries, unless it has changed since. */
+  get amax(): Tensor | null {
     const known = this.#amax
-    return known && known.version === native.version(this.handle) ? known.tensor.handle : null
+    return known && known.version === native.version(this.handle) ? known.tensor : null
+  }
+
+  /** The largest |x|, f32 [1]: that which it carries, or measured now and carried from then on. */
+  measuredAmax(): Tensor {
+    if (!this.amax) this.adoptAmax(native.amax(this.handle as Parameters<typeof native.amax>[0]))
+    return (this.#amax as Twin).tensor
+  }
+
+  /** Gives `/t` twins of this format that are made from now on this scale, f32 [1]. */
+  adoptScale(format: Format, scale: Tensor): void {
+    this.#scales.get(format)?.tensor.release()
+    this.#scales.set(format, { tensor: scale.retain(), version: native.version(this.handle) })
   }
 
   /** The tensor of which this one is a twin. */
@@ -462,6 +481,9 @@ export class Tensor implements Disposable {
 
 export const scope = Tensor.scope
 
+const transposables: ReadonlySet<Format> = new Set(
+  native.table().find(({ name }) => name === 'convert_transposed')?.arguments[0]?.formats,
+)
 type Transposable = Parameters<typeof native.convert_transposed>[2]
 function transposable(format: Format): Transposable {
   return format as Transposable // the native contract refuses what has no transpose, by name

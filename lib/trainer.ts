@@ -303,6 +303,7 @@ export class Trainer implements Disposable {
         if (guard) await measure()
         const spike = guard?.isSpike(loss, gradNorm) ?? false
         if (!spike && !within) optimizer.step(lr, norm.clip)
+        for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         if (!guard) await measure()
         skip = spike || (await norm.clip.read())[1] !== 0

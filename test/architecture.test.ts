@@ -35,7 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes'],
-    ['tape', 'data', 'safetensors'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],

@@ -1,6 +1,18 @@
 // Recipes: which are accepted, which are refused and how; what they cost in state.
-import { expect, it } from 'vitest'
-import { AdamW, CoatError, LlamaForCausalLM, type Recipe, type RecipeName, recipe, recipes } from '../lib/index.ts'
+import { describe, expect, it } from 'vitest'
+import {
+  AdamW,
+  CoatError,
+  LlamaForCausalLM,
+  type Recipe,
+  type RecipeChange,
+  type RecipeName,
+  recipe,
+  recipes,
+  TextDataset,
+  Trainer,
+} from '../lib/index.ts'
+import { sentence } from './values.ts'
 
 const config = {
   hidden_size: 64,
@@ -26,17 +38,100 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes.coat, flow: 'paper' }, /flow is 'paper' and must be one of 'fp8', 'save'/],
   [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
   [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
-  [{ ...recipes.coat, saved: 'bf16' }, /x 'e4m3\/t' needs saved/],
+  [{ ...recipes.coat, scale: 'delayed' }, /scale is 'delayed' and must be one of 'current'/],
+  [
+    { ...recipes.coat, scale: { history: 0, pick: 'max', margin: 0 } },
+    /scale.history is 0 and must be an integer of at/,
+  ],
+  [
+    { ...recipes.coat, scale: { history: 1, pick: 'min', margin: 0 } },
+    /scale.pick is "min" and must be one of max, most/,
+  ],
+  [{ ...recipes.coat, scale: { history: 1, pick: 'max', margin: 0.5 } }, /scale.margin is 0.5 and must be an integer/],
+  [
+    { ...recipes.coat, scale: { history: 1, length: 2 } },
+    /axis 'scale.length' is unknown; a delayed scale has history/,
+  ],
+  [
+    { ...recipes['te-block'], scale: recipes['te-delayed'].scale },
+    /a delayed scale needs x 'e4m3\/t' .* scale \{"hist/,
+  ],
+  [{ ...recipes['te-block'], saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
+  [
+    { ...recipes['te-block'], dy: 'e5m2/t' },
+    /x, w and dy must be .*; received x 'e4m3\/g128', w 'e4m3\/b128', dy 'e5m2\/t'/,
+  ],
+  [{ ...recipes['collage-plus'], master: 'f32' }, /param 'f32' or 'bf16x2' takes no master/],
+  [{ ...recipes['collage-plus'], rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16'/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
   [{ ...recipes.fp32, attention: 'e4m3/g16' }, /attention 'e4m3\/g16' needs stream 'bf16'/],
   [{ ...recipes.coat, v: 'f32' }, /m and v must be a pair of formats that adamw has; received/],
-  [{ ...recipes.fp32, master: 'f32' }, /param 'f32' takes no master/],
+  [{ ...recipes.fp32, master: 'f32' }, /param 'f32' or 'bf16x2' takes no master/],
   [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
   [{ ...recipes.bf16, rounding: 'kahan' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
 ])('refuses %j', (which, text) => {
   const attempt = () => recipe(which as Recipe)
   expect(attempt).toThrow(CoatError)
   expect(attempt).toThrow(text)
+})
+
+it('a recipe is a product of axes over a row, which stays as it is', () => {
+  const made = recipe({ base: 'coat', v: 'e5m2/x128', dw: 'f32' })
+  expect(made).toEqual({ ...recipes.coat, v: 'e5m2/x128', dw: 'f32' })
+  expect(recipes.coat.v).toBe('e4m3/x128')
+  const attempt = (change: object) => () => recipe({ base: 'coat', ...change } as RecipeChange)
+  expect(attempt({ base: 'cote' })).toThrow(/'cote' is unknown; the recipes are fp32, bf16, coat/)
+  expect(attempt({ v: 'f32' })).toThrow(/m and v must be a pair of formats that adamw has; received .*v 'f32'/)
+  expect(attempt({ layers: { '*': { mm: 'f32' } } })).toThrow(/axis 'layers\['\*'\].mm' is unknown/)
+  expect(attempt({ layers: { '*': { x: 'bf16' } } })).toThrow(/layers\['\*'\].x, w and dy must be/)
+  expect(attempt({ layers: { '*': { stream: 'f32' } } })).toThrow(
+    /stream is the whole model's, and layers\['\*'\] has it/,
+  )
+})
+
+describe('layers of their own', () => {
+  const plain = { x: 'bf16', w: 'bf16', dy: 'bf16', saved: 'bf16' } as const
+  const make = (layers: NonNullable<Recipe['layers']>, name: RecipeName = 'coat') =>
+    new LlamaForCausalLM(config, { recipe: { base: name, layers }, seed: 1 })
+
+  it.each(['model.layers.0', 'model.layers.0.*', '*.0'])('%s is the first block alone', (pattern) => {
+    using model = make({ [pattern]: { ...plain, param: 'bf16', m: 'bf16', v: 'bf16' } })
+    const [first, second] = model.layers
+    expect(first?.mlp.input.formats).toMatchObject({ x: 'bf16', w: 'bf16', dy: 'bf16', y: 'bf16' })
+    expect(second?.mlp.input.formats).toMatchObject({ x: 'e4m3/t', w: 'e4m3/t', dy: 'e5m2/t', y: 'e4m3/g16' })
+    using optimizer = new AdamW(model, model.recipe)
+    for (const param of model.parameters()) {
+      const own = param.layer === 'model.layers.0'
+      expect(param.layer, param.name).toBe(/model\.layers\.\d/.exec(param.name)?.[0] ?? null)
+      const { m, v } = optimizer.stateOf(param)
+      expect([m.format, v?.format], param.name).toEqual(own ? ['bf16', 'bf16'] : ['e4m3/x128', 'e4m3/x128'])
+      expect(param.tensor.format).toBe(own && param.tensor.shape.length === 2 ? 'bf16' : 'f32')
+    }
+  })
+
+  it('all blocks changed to bf16 give the bits of a bf16 model', async () => {
+    const last = async (which: RecipeName | RecipeChange) => {
+      using model = new LlamaForCausalLM(config, { recipe: which, seed: 1 })
+      const data = new TextDataset(sentence.repeat(9), { sequence: 32, seed: 7 })
+      using trainer = new Trainer(model, { data, batch: 2, steps: 3 })
+      const losses: number[] = []
+      for await (const { loss } of trainer.run()) losses.push(loss)
+      return losses
+    }
+    const { x, w, dy, saved, flow, param, master, m, v } = recipes.bf16
+    const layers = { 'model.layers.*': { x, w, dy, saved, flow } }
+    expect(await last({ base: 'coat', param, master, m, v, layers })).toEqual(await last('bf16'))
+    expect(await last({ base: 'coat', param, master, m, v })).not.toEqual(await last('bf16'))
+  })
+
+  it('refuses patterns without a layer, and those that are illegal together', () => {
+    expect(() => make({ 'model.layers.2': {} })).toThrow(
+      /layers\['model.layers.2'\] names no layer of the model; they are model.layers.0 to model.layers.1/,
+    )
+    expect(() =>
+      make({ '*.0': { param: 'bf16', master: 'f32' }, 'model.*': { param: 'bf16', rounding: 'kahan' } }),
+    ).toThrow(/recipe: model.layers.0: rounding other than 'nearest' needs/)
+  })
 })
 
 it("coat-paper is the paper's flow; coat-bf16 differs from coat in parameters alone", () => {

@@ -4,6 +4,7 @@ import {
   CoatError,
   type LlamaConfig,
   type Recipe,
+  type RecipeChange,
   type RecipeName,
   type Recompute,
   recipe,
@@ -15,7 +16,7 @@ export interface RunConfig {
   model:
     | { from: string; config?: never }
     | { from?: never; config: Omit<LlamaConfig, 'vocab_size'> & { vocab_size?: number } }
-  recipe: RecipeName | Recipe
+  recipe: RecipeName | Recipe | RecipeChange
   device?: 'cpu' | 'cuda'
   freeze: string[]
   seed: number
@@ -82,7 +83,7 @@ const texts: Check = (value) =>
 const objects: Check = (value) => (Array.isArray(value) && value.every(isObject) ? null : 'a list of objects')
 const anyRecipe: Check = (value) => {
   try {
-    recipe(value as Recipe)
+    recipe(value as RunConfig['recipe'])
     return null
   } catch (error) {
     return `one of ${Object.keys(recipes).join(', ')}, or all axes of one: ${(error as Error).message}`

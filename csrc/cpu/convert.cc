@@ -50,6 +50,8 @@ void convert(const convert_args& args) {
     requantize(x, args.scale, y, false);
 }
 
+void assign(const assign_args& args) { std::memcpy(args.y.data, args.x.data, bytes_of(args.x.format, args.x.shape)); }
+
 void convert_floored(const convert_floored_args& args) { requantize(args.x, args.scale, args.y, true); }
 
 namespace {

@@ -25,4 +25,22 @@ void scale_from_amax(const scale_from_amax_args& args) {
 
 void scale_of(const scale_of_args& args) { *args.y.as<float>() = *args.x.scales<float>(); }
 
+void observe_amax(const observe_amax_args& args) {
+  float& front = *args.history.as<float>();
+  const float amax = *args.amax.as<float>();
+  if (amax < kInf && amax > front) front = amax;
+}
+
+void scale_from_history(const scale_from_history_args& args) {
+  float* history = args.history.as<float>();
+  const int64_t n = args.history.shape.numel();
+  float& scale = *args.scale.as<float>();
+  const float amax = args.pick == 0 ? *std::max_element(history, history + n) : history[0];
+  const auto next = args.format == 0 ? delayed_scale<E4M3> : delayed_scale<E5M2>;
+  scale = next(amax, args.headroom, scale);
+  if (history[0] == 0.f) return;
+  std::copy_backward(history, history + n - 1, history + n);
+  history[0] = 0.f;
+}
+
 }  // namespace coat::cpu

@@ -17,7 +17,7 @@ constexpr int kWarps = kThreads / 32, kSums = 8;  // of the block that adds the 
 struct Gradient {
   const uint8_t* data;
   int64_t n, first_chunk;
-  bool narrow;  // bf16
+  DType type;
 };
 // They travel as an argument of the kernel, so no copy to the device goes before it.
 struct Gradients {
@@ -26,14 +26,20 @@ struct Gradients {
   Gradient member[kMembers + 1];  // and one more, where the last one's chunks end
 };
 
+// The scale behind the codes of e4m3/t.
+__device__ inline const float* scale_of(const Gradient& g) {
+  return reinterpret_cast<const float*>(g.data + (g.n + 15) / 16 * 16);
+}
+
 // Sum of squares of the thread's share of [begin, end): pieces of 16 elements in FP32, added in FP64.
 template <class Code>
-__device__ double squares_of(const Code* codes, int64_t begin, int64_t end) {
+__device__ double squares_of(const Code* codes, float scale, int64_t begin, int64_t end) {
   __builtin_assume(__isGlobal(codes));  // the pointer comes out of memory
   double sum = 0;
   by_case((end - begin) % kChunk == 0, [&](auto whole) {
     using Piece = Lane<Code, kPiece>;
-    constexpr int U = whole.value ? kAhead / Piece::kVectors : 1;
+    constexpr int kMost = static_cast<int>(kChunk) / (kThreads * kPiece);
+    constexpr int U = whole.value ? (kAhead / Piece::kVectors < kMost ? kAhead / Piece::kVectors : kMost) : 1;
     static_assert(kChunk % (kThreads * U * kPiece) == 0);
 #pragma unroll 1
     for (int64_t start = begin; start < end; start += kThreads * U * kPiece) {
@@ -47,7 +53,7 @@ __device__ double squares_of(const Code* codes, int64_t begin, int64_t end) {
       for (int u = 0; u < U; ++u) {
         float x[kPiece];
 #pragma unroll
-        for (int k = 0; k < kPiece; ++k) x[k] = Code::decode(piece[u].code[k].code);
+        for (int k = 0; k < kPiece; ++k) x[k] = Code::decode(piece[u].code[k].code) * scale;
         sum += square_piece(x);
       }
     }
@@ -110,8 +116,14 @@ __global__ void __launch_bounds__(kThreads) grad_norm_kernel(const __grid_consta
   if (blockIdx.x < list.member[list.count].first_chunk) {
     const Gradient g = owner_of(list.member, list.count, &Gradient::first_chunk, blockIdx.x);
     const int64_t begin = (blockIdx.x - g.first_chunk) * list.chunk, end = min(g.n, begin + list.chunk);
-    const double sum = block_sum(g.narrow ? squares_of(reinterpret_cast<const BFloat16*>(g.data), begin, end)
-                                          : squares_of(reinterpret_cast<const Float32*>(g.data), begin, end));
+    double sum;
+    if (g.type == DType::f32)
+      sum = squares_of(reinterpret_cast<const Float32*>(g.data), 1.f, begin, end);
+    else if (g.type == DType::bf16)
+      sum = squares_of(reinterpret_cast<const BFloat16*>(g.data), 1.f, begin, end);
+    else
+      sum = squares_of(reinterpret_cast<const E4M3*>(g.data), *scale_of(g), begin, end);
+    sum = block_sum(sum);
     if (threadIdx.x == 0) given.partial[blockIdx.x] = sum;
   }
   if (is_last(given.counter, gridDim.x)) finish(list, given);
@@ -128,7 +140,7 @@ Gradients gradients_of(const std::vector<Tensor>& all, size_t first) {
   list.chunk = kChunk * std::max<int64_t>(chunks_of(elements, kChunk * kManyChunks), 1);
   for (int i = 0; i < list.count; ++i) {
     const Tensor& g = all[first + i];
-    list.member[i] = {g.data, g.shape.numel(), chunks, g.format.dtype == DType::bf16};
+    list.member[i] = {g.data, g.shape.numel(), chunks, g.format.dtype};
     chunks += chunks_of(g.shape.numel(), list.chunk);
   }
   list.member[list.count].first_chunk = chunks;

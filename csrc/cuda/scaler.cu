@@ -19,6 +19,30 @@ __global__ void scale_from_amax_kernel(const float* amax, float* scale) {
   *scale = coat::scale_from_amax<Code>(*amax);
 }
 
+// One thread.
+__global__ void observe_amax_kernel(float* history, const float* amax) {
+  if (*amax<kInf&& * amax> * history) *history = *amax;
+}
+
+// One warp. The history moves on from its end: what a lane reads, no lane has written.
+template <class Code>
+__global__ void scale_from_history_kernel(float* history, int64_t n, float* scale, bool recent, float headroom) {
+  uint32_t most = 0;  // magnitudes order as their bits
+  for (int64_t i = threadIdx.x; i < (recent ? 1 : n); i += 32) most = max(most, bits_of(history[i]));
+  most = warp_max(most);
+  const bool moves = history[0] != 0.f;
+  __syncwarp();
+  if (threadIdx.x == 0) *scale = delayed_scale<Code>(float_of(most), headroom, *scale);
+  if (!moves) return;
+  for (int64_t first = (n - 1) / 32 * 32; first >= 0; first -= 32) {
+    const int64_t i = first + threadIdx.x;
+    const float before = i > 0 && i < n ? history[i - 1] : 0.f;
+    __syncwarp();
+    if (i < n) history[i] = before;
+    __syncwarp();
+  }
+}
+
 }  // namespace
 
 void amax(const amax_args& args) {
@@ -39,6 +63,16 @@ void scale_from_amax(const scale_from_amax_args& args) {
 void scale_of(const scale_of_args& args) {
   check(cudaMemcpyAsync(args.y.data, args.x.scales<float>(), sizeof(float), cudaMemcpyDeviceToDevice, stream()),
         "scale_of");
+}
+
+void observe_amax(const observe_amax_args& args) {
+  launch("observe_amax", observe_amax_kernel, 1, 1, 0, args.history.as<float>(), args.amax.as<float>());
+}
+
+void scale_from_history(const scale_from_history_args& args) {
+  const auto kernel = args.format == 0 ? scale_from_history_kernel<E4M3> : scale_from_history_kernel<E5M2>;
+  launch("scale_from_history", kernel, 1, 32, 0, args.history.as<float>(), args.history.shape.numel(),
+         args.scale.as<float>(), args.pick != 0, args.headroom);
 }
 
 }  // namespace coat::cuda

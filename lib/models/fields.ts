@@ -1,6 +1,6 @@
 // The fields of a config.json beyond sizes: how positions are scaled, what is of no matter here, and what is refused.
 import { CoatError } from '../native.ts'
-import type { RopeScaling } from '../ops.ts'
+import type { RopeScaling } from '../rotation.ts'
 
 /** How config.json stretches the rotation: `rope_scaling`, or within `rope_parameters`; older files say `type`. */
 export interface RopeFields {

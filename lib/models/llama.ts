@@ -1,9 +1,22 @@
 // Llama and its relatives (Llama 2 and 3, Mistral's windows, Qwen2's biases, OLMo's norms): config.json → modules, names as in its checkpoints.
 import { readFile, writeFile } from 'node:fs/promises'
 import { join } from 'node:path'
+import { checkLayers, type RecipeChange } from '../axes.ts'
 import { KeyValues } from '../cache.ts'
 import { type GenerateOptions, generateOptions, sampled, uniforms } from '../generate.ts'
-import { Block, build, type LayerNorm, Linear, linearFormats, Module, normOf, Param, type RMSNorm } from '../modules.ts'
+import {
+  Block,
+  build,
+  gradientOf,
+  type LayerNorm,
+  Linear,
+  linearFormats,
+  Module,
+  matrixParam,
+  normOf,
+  Param,
+  type RMSNorm,
+} from '../modules.ts'
 import { CoatError } from '../native.ts'
 import * as ops from '../ops.ts'
 import type { Recipe, RecipeName } from '../recipes.ts'
@@ -45,7 +58,7 @@ export interface LlamaConfig {
 }
 
 export interface ModelOptions {
-  recipe: RecipeName | Recipe
+  recipe: RecipeName | Recipe | RecipeChange
   /** Default: the CPU. */
   device?: Device | DeviceName
   /** Seed of the initial values (default 0). */
@@ -155,6 +168,8 @@ export class LlamaForCausalLM extends Module {
     super()
     const full = checked(config)
     const built = build(options)
+    const blocks = Array.from({ length: full.num_hidden_layers }, (_, i) => `model.layers.${i}`)
+    checkLayers(built.recipe, blocks)
     this.config = full
     this.#given = structuredClone(config)
     this.recipe = built.recipe
@@ -162,16 +177,11 @@ export class LlamaForCausalLM extends Module {
     const { hidden_size: hidden, initializer_range: std, rms_norm_eps: eps } = full
     const olmo = full.model_type === 'olmo'
     const norm = { hidden, norm: olmo ? 'layernorm' : 'rmsnorm', affine: !olmo, eps } as const
-    this.embedding = new Param(built, 'model.embed_tokens.weight', {
-      shape: [full.vocab_size, hidden],
-      format: built.recipe.param,
-      init: { std },
-      decay: true,
-    })
-    this.layers = Array.from(
-      { length: full.num_hidden_layers },
-      (_, i) =>
-        new Block(built, `model.layers.${i}`, {
+    const table = matrixParam(built.recipe, full.vocab_size, hidden, std)
+    this.embedding = new Param(built, 'model.embed_tokens.weight', table)
+    this.layers = blocks.map(
+      (name, i) =>
+        new Block(built, name, {
           ...norm,
           heads: full.num_attention_heads,
           kvHeads: full.num_key_value_heads,
@@ -204,7 +214,8 @@ export class LlamaForCausalLM extends Module {
 
   /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
   loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
-    const { stream: format, dw } = this.recipe
+    const { stream: format } = this.recipe
+    const dw = gradientOf(this.recipe)
     return scope(() =>
       ops.linearCrossEntropy(this.#hidden(ids, sequence, starts), this.#headWeight, targets, weight, { format, dw }),
     )
@@ -220,7 +231,8 @@ export class LlamaForCausalLM extends Module {
 
   /** What the head reads: [B·T, hidden] in the stream's format; `past`: of the sequence before ids. */
   #hidden(ids: Tensor, sequence: number, starts: Tensor | null, past: KeyValues | null = null): Tensor {
-    const { stream, dw } = this.recipe
+    const { stream } = this.recipe
+    const dw = gradientOf(this.recipe)
     if (sequence > this.config.max_position_embeddings)
       throw new CoatError(
         `forward: sequence is ${sequence} and must be at most max_position_embeddings = ${this.config.max_position_embeddings}`,
@@ -341,8 +353,8 @@ export class LlamaForCausalLM extends Module {
 
   /**
    * Writes config.json and safetensors with the names of Hugging Face, which `fromPretrained` and transformers read: fused
-   * weights in their parts; of tied embeddings one copy, and the other name in the metadata. Parameters keep their formats, or
-   * all are rounded to `dtype`; shards are as in `writeSafetensors`. All files are replaced together, or none.
+   * weights in their parts; of tied embeddings one copy, and the other name in the metadata. Parameters are bf16 where they are
+   * bf16 here, else f32, or all are rounded to `dtype`; shards are as in `writeSafetensors`. All files are replaced together, or none.
    */
   async savePretrained(folder: string, options: { dtype?: 'f32' | 'bf16'; shardBytes?: number } = {}): Promise<void> {
     const { dtype, shardBytes = 5e9 } = options
@@ -354,7 +366,10 @@ export class LlamaForCausalLM extends Module {
         'dtype',
       )
     const sources = this.parameters().flatMap(({ tensor, parts }) =>
-      parts.map(({ name, rows }) => [name, sourceOf(folder, name, tensor, dtype, rows)] as const),
+      parts.map(({ name, rows }) => {
+        const own = tensor.format === 'bf16' ? 'bf16' : 'f32'
+        return [name, sourceOf(folder, name, tensor, dtype ?? own, rows)] as const
+      }),
     )
     const replacement = new Replacement()
     try {

@@ -21,6 +21,8 @@ describe('convert', () => {
     reference: ({ x, M, N }) => ({ y: matrix(N, M, (n, m) => x(m, n)) }),
   })
 
+  checkOp('assign', { sizes, slack, reference: ({ x, M, N }) => ({ y: matrix(M, N, (m, n) => x(m, n)) }) })
+
   const random = new Random(1)
   const numbers = Array.from({ length: 65 * 70 }, () => random.typical())
 

@@ -1,7 +1,7 @@
 // scaler: largest magnitudes, with NaN above Inf, scales that follow from them, and scales read back.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { bytesOf, checkOp, devices, own, present, read, sizes, stored, tensor } from '../harness.ts'
+import { bytesOf, checkOp, devices, moved, own, present, read, sizes, stored, tensor } from '../harness.ts'
 import { largest, vector } from '../values.ts'
 
 describe('scaler', () => {
@@ -65,4 +65,65 @@ describe('scaler', () => {
     )
     expect(await read(own(native.scale_of(x)))).toEqual([(await stored(x)).blocks[0]?.scale])
   })
+
+  checkOp('observe_amax', {
+    sizes: [1, 2, 17].map((H) => ({ H })),
+    data: { history: (random) => random.uniform(), amax: (random) => 2 * random.uniform() },
+    reference: ({ history, amax, H }) => ({
+      history: vector(H, (i) => (i === 0 ? Math.max(history(0), amax(0)) : history(i))),
+    }),
+  })
+  checkOp('scale_from_history', {
+    sizes: [1, 2, 31, 32, 33, 64, 1024, 1025].map((H) => ({ H, headroom: 0.5 })),
+    data: { history: (random) => random.uniform() + 0.1 },
+    reference: ({ history, H, headroom }) => ({
+      scale: vector(1, () => (headroom * largest(H, (i) => history(i))) / 448),
+      history: vector(H, (i) => (i === 0 ? 0 : history(i - 1))),
+    }),
+  })
+
+  for (const device of devices) {
+    const test = it.skipIf(!present(device))
+    const made = async (values: number[]) => moved(tensor('f32', [values.length], values), device)
+    // scales of Transformer Engine multiply values: they are 1 / ours
+    test.each([
+      ['max', 0, 89.6],
+      ['max', 1, 44.8],
+      ['most_recent', 0, 112],
+      ['most_recent', 1, 56],
+    ] as const)(
+      `delayed scaling on ${device}: history 2, 5, 3, now 4, %s, margin %i: %d`,
+      async (pick, margin, expected) => {
+        const history = await made([0, 2, 5, 3])
+        const scale = await made([7])
+        native.observe_amax(history, await made([1.5]))
+        native.observe_amax(history, await made([4]))
+        native.observe_amax(history, await made([3]))
+        native.scale_from_history(history, scale, 'e4m3/t', pick, 2 ** margin)
+        expect(1 / ((await read(scale))[0] as number)).toBeCloseTo(expected, 4)
+        expect(await read(history)).toEqual([0, 4, 2, 5])
+      },
+    )
+    test(`delayed scaling on ${device}: nothing seen, or nothing finite, changes nothing`, async () => {
+      const history = await made([0, 0, 0])
+      const scale = await made([7])
+      for (const amax of [0, Number.NaN, Number.POSITIVE_INFINITY]) native.observe_amax(history, await made([amax]))
+      native.scale_from_history(history, scale, 'e5m2/t', 'max', 1)
+      expect([await read(history), await read(scale)]).toEqual([[0, 0, 0], [7]])
+      // what was seen before holds on when a module does not run
+      native.observe_amax(history, await made([57344]))
+      for (let i = 0; i < 9; i++) native.scale_from_history(history, scale, 'e5m2/t', 'max', 1)
+      expect([await read(history), await read(scale)]).toEqual([[0, 57344, 0], [1]])
+    })
+    test(`delayed scaling on ${device}: scales stay normal numbers`, async () => {
+      for (const [amax, factor, expected] of [
+        [1e-38, 0.5, 2 ** -126],
+        [3e38, 2 ** 60, 3.4028234663852886e38],
+      ] as const) {
+        const [history, scale] = [await made([amax]), await made([1])]
+        native.scale_from_history(history, scale, 'e4m3/t', 'most_recent', factor)
+        expect(await read(scale)).toEqual([expected])
+      }
+    })
+  }
 })

@@ -318,4 +318,10 @@ void convert_transposed(const convert_transposed_args& args) {
   });
 }
 
+void assign(const assign_args& args) {
+  const auto bytes = static_cast<size_t>(bytes_of(args.x.format, args.x.shape));
+  if (bytes == 0) return;
+  check(cudaMemcpyAsync(args.y.data, args.x.data, bytes, cudaMemcpyDeviceToDevice, stream()), "assign");
+}
+
 }  // namespace coat::cuda

@@ -1,0 +1,204 @@
+// What each axis of a recipe may be, which values go together, and recipes made from others: of a row, and of a layer.
+import { CoatError, native } from './native.ts'
+import { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+import { type Format, isScaled } from './tensor.ts'
+
+/** A recipe as what it changes of another one: `{ base: 'coat', v: 'e5m2/x128' }`. */
+export type RecipeChange = Partial<Recipe> & { base: RecipeName }
+
+// The formats and the pairs of formats that AdamW has for its moments.
+const adamw = native.table().find(({ name }) => name === 'adamw')
+function momentFormats(moment: 'm' | 'v'): readonly Format[] {
+  return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
+}
+
+type Axis = Exclude<keyof Recipe, 'layers'>
+const picks = ['max', 'most_recent']
+
+const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
+  x: ['f32', 'bf16', 'e4m3/t', 'e4m3/g128'],
+  w: ['f32', 'bf16', 'e4m3/t', 'e4m3/b128'],
+  dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/g128'],
+  scale: ['current'],
+  saved: ['f32', 'bf16', 'e4m3/g16'],
+  flow: ['fp8', 'save'],
+  stream: ['f32', 'bf16'],
+  attention: ['stream', 'e4m3/g16'],
+  param: ['f32', 'bf16', 'bf16x2', 'f16/t'],
+  master: ['f32', null],
+  rounding: ['nearest', 'stochastic', 'kahan'],
+  dw: ['f32', 'bf16', 'e4m3/t'],
+  m: momentFormats('m') as Recipe['m'][],
+  v: momentFormats('v') as Recipe['v'][],
+}
+
+// x, w and dy that there are products of
+const operands = [
+  ['f32', 'f32', 'f32'],
+  ['bf16', 'bf16', 'bf16'],
+  ['e4m3/t', 'e4m3/t', 'e5m2/t'],
+  ['e4m3/g128', 'e4m3/b128', 'e4m3/g128'],
+]
+
+const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
+  {
+    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t, or e4m3/g128, e4m3/b128 and e4m3/g128',
+    holds: ({ x, w, dy }) => operands.some((legal) => legal.join() === [x, w, dy].join()),
+  },
+  { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
+  {
+    text: 'a plain saved must have the format of stream',
+    holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
+  },
+  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || x === 'e4m3/t' },
+  {
+    text: "a delayed scale needs x 'e4m3/t' and param 'f32' or 'bf16'",
+    holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
+  },
+  {
+    text: "attention 'e4m3/g16' needs stream 'bf16'",
+    holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
+  },
+  {
+    text: 'm and v must be a pair of formats that adamw has',
+    holds: ({ m, v }) =>
+      adamw?.only.some(
+        ({ names, combinations }) => names[0] === 'm' && combinations.some((row) => row[0] === m && row[1] === v),
+      ) ?? false,
+  },
+  {
+    text: "param 'f32' or 'bf16x2' takes no master",
+    holds: ({ param, master }) => param === 'bf16' || param === 'f16/t' || master === null,
+  },
+  {
+    text: "rounding other than 'nearest' needs param 'bf16' and no master",
+    holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
+  },
+]
+
+function refuse(message: string, argument: string): never {
+  throw new CoatError(`recipe: ${message}`, 'recipe', 'recipe', argument)
+}
+
+/**
+ * A recipe by name, one of the caller's, or one that changes axes of a row: unknown names, axes, formats and illegal
+ * combinations are refused, of its layers too.
+ */
+export function recipe(which: RecipeName | Recipe | RecipeChange): Recipe {
+  if (typeof which === 'string') return checked(rowOf(which, 'name'))
+  if (!('base' in which)) return checked(which)
+  const { base, ...changes } = which
+  return checked({ ...rowOf(base, 'base'), ...changes })
+}
+
+function rowOf(name: RecipeName, argument: string): Recipe {
+  const known = Object.hasOwn(recipes, name) ? recipes[name] : undefined
+  return known ?? refuse(`'${name}' is unknown; the recipes are ${Object.keys(recipes).join(', ')}`, argument)
+}
+
+function checked(which: Recipe, where = ''): Recipe {
+  for (const axis of Object.keys(which))
+    if (axis !== 'layers' && !Object.hasOwn(axes, axis))
+      refuse(`axis '${where}${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, `${where}${axis}`)
+  const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
+  if (delayed) checkDelayed(delayed, `${where}scale.`)
+  for (const [axis, legal] of Object.entries(axes)) {
+    const value = which[axis as Axis]
+    if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
+      refuse(
+        `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`,
+        `${where}${axis}`,
+      )
+  }
+  for (const { text, holds } of rules)
+    if (!holds(which)) {
+      const word = (value: unknown) => (typeof value === 'object' && value ? JSON.stringify(value) : `'${value}'`)
+      const shown = Object.keys(axes).map((axis) => `${axis} ${word(which[axis as Axis])}`)
+      refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
+    }
+  for (const [pattern, change] of Object.entries(which.layers ?? {})) {
+    for (const axis of ['stream', 'layers'])
+      if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
+    checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
+  }
+  return which
+}
+
+function checkDelayed(scaling: DelayedScaling, where: string): void {
+  const demand = (name: keyof DelayedScaling, holds: boolean, rule: string) => {
+    if (!holds) refuse(`${where}${name} is ${JSON.stringify(scaling[name])} and must be ${rule}`, `${where}${name}`)
+  }
+  for (const name of Object.keys(scaling))
+    if (!['history', 'pick', 'margin'].includes(name))
+      refuse(`axis '${where}${name}' is unknown; a delayed scale has history, pick, margin`, `${where}${name}`)
+  const { history, pick, margin } = scaling
+  demand('history', Number.isSafeInteger(history) && history >= 1, 'an integer of at least 1')
+  demand('pick', picks.includes(pick), `one of ${picks.join(', ')}`)
+  demand('margin', Number.isSafeInteger(margin) && Math.abs(margin) <= 64, 'an integer from -64 to 64')
+}
+
+function alone<Whole extends { layers?: unknown }>({ layers: _, ...rest }: Whole): Omit<Whole, 'layers'> {
+  return rest
+}
+
+/** Names like the pattern, in which `*` stands for anything. */
+export function matcherOf(pattern: string): RegExp {
+  return new RegExp(`^${pattern.replace(/[\\^$.|?+()[\]{}]/g, '\\$&').replaceAll('*', '.*')}$`)
+}
+
+// `model.layers.0` and `model.layers.0.*` name the same block.
+function names(pattern: string, block: string): boolean {
+  const matcher = matcherOf(pattern)
+  return matcher.test(block) || matcher.test(`${block}.`)
+}
+
+/** The axes that hold for a block: of several patterns that name it the last one that has an axis gives it. */
+export function axesOf<Axes extends { layers?: Recipe['layers'] }>(
+  whole: Axes,
+  block: string | null,
+): Omit<Axes, 'layers'> {
+  if (block === null || !whole.layers) return alone(whole)
+  const changes = Object.entries(whole.layers).filter(([pattern]) => names(pattern, block))
+  return Object.assign({}, alone(whole), ...changes.map(([, change]) => change))
+}
+
+/** The recipe of a block, which is refused where patterns that are legal each make it illegal together. */
+export function layerRecipe(whole: Recipe, block: string): Recipe {
+  return whole.layers ? checked(axesOf(whole, block) as Recipe, `${block}: `) : whole
+}
+
+/** Refuses patterns that name none of a model's blocks. */
+export function checkLayers({ layers = {} }: { layers?: Readonly<Record<string, LayerRecipe>> }, blocks: string[]) {
+  for (const pattern of Object.keys(layers))
+    if (!blocks.some((block) => names(pattern, block)))
+      refuse(
+        `layers['${pattern}'] names no layer of the model; they are ${blocks[0]} to ${blocks.at(-1)}`,
+        `layers['${pattern}']`,
+      )
+}
+
+/** What a parameter of a matrix costs from one step to the next, in bytes. */
+export interface ParameterBytes {
+  param: number
+  /** Moments, master, and what rounding has lost. */
+  state: number
+  /** Its gradient, when it is whole. */
+  grad: number
+  total: number
+}
+
+/** Bytes of a parameter by the formats of a recipe, as a large matrix has them: copies for products come and go. */
+export function parameterBytes({ param, master, rounding, dw, m, v }: Recipe): ParameterBytes {
+  const sum = (formats: readonly (Format | null)[]) => formats.reduce((bytes, format) => bytes + bytesOf(format), 0)
+  const state = sum([m, v, master, rounding === 'kahan' ? 'bf16' : null])
+  return { param: bytesOf(param), state, grad: bytesOf(dw), total: bytesOf(param) + state + bytesOf(dw) }
+}
+
+// An element's part of a tensor, its scales included; the one of `/t` is shared by so many that it is none.
+function bytesOf(format: Format | null): number {
+  if (format === null) return 0
+  const made = native.make(format, [256, 256], 'cpu', 'temp')
+  const { bytes } = native.info(made)
+  native.free(made)
+  return (bytes - (format.endsWith('/t') ? 4 : 0)) / 256 ** 2
+}
