@@ -135,7 +135,14 @@ const attentionCase = (
     return 2 * (op === 'attention_forward' ? 2 : 5) * D * pairs * B * H * (T / rows)
   },
 })
-const attentionChanges = [{ B: 8, T: 2048, J: 32 }, {}, { D: 64 }, { causal: 0 }, { window: 1024 }]
+const attentionChanges = [
+  { B: 8, T: 2048, J: 32 },
+  { B: 8, T: 2048 },
+  { J: 32 },
+  { B: 8, T: 2048, J: 32, D: 64 },
+  { causal: 0 },
+  { window: 1024 },
+]
 const attentionForward = { qkv: 'bf16', out: 'bf16', lse: 'f32' } as const
 const attentionBackward = { dout: 'bf16', ...attentionForward, dqkv: 'bf16' } as const
 
@@ -281,6 +288,14 @@ export const opCases: readonly OpCase[] = [
     op: 'rmsnorm_backward',
     sizes: rows,
     formats: { dy: 'bf16', x: 'e4m3/g16', w: 'f32', rstd: 'f32', dx: 'bf16', dw: 'bf16' },
+  },
+  {
+    op: 'rmsnorm_backward',
+    sizes: rows,
+    formats: {
+      ...{ dy: 'bf16', x: 'e4m3/g16', w: 'f32', rstd: 'f32', residual: 'bf16' },
+      ...{ dx: 'bf16', dw: 'bf16', amax: 'f32' },
+    },
   },
   {
     op: 'layernorm_forward',

@@ -161,10 +161,18 @@ export function rmsnorm(x: Tensor, w: Tensor, eps: number, formats: NormFormats)
   const tape = recordedBy(x, w)
   const kept = tape && x.as(formats.saved)
   if (kept)
-    tape.push('rmsnorm', [x, w], y, [kept, rstd, w], (dy, [kept, rstd, w]) => {
+    tape.push('rmsnorm', [x, w], y, [kept, rstd, w], (dy, [kept, rstd, w], take) => {
       if (!kept || !rstd || !w) return []
-      const [dx, dw] = native.rmsnorm_backward(dy.handle, kept.handle, w.handle, rstd.handle, formats.dx, formats.dw)
-      return [Tensor.own(dx, formats.dx), Tensor.own(dw, formats.dw)]
+      const read = [dy.handle, kept.handle, w.handle, rstd.handle, take(0, formats.dx)?.handle ?? null] as const
+      const [dx, dw, amax] = native.rmsnorm_backward(
+        ...read,
+        formats.dx,
+        formats.dw,
+        isScaled(formats.y) ? 'f32' : null,
+      )
+      const gradient = Tensor.own(dx, formats.dx)
+      if (amax !== null) gradient.adoptAmax(amax)
+      return [gradient, Tensor.own(dw, formats.dw)]
     })
   const again = (x: Handle, scale: Handle) => only(native.rmsnorm_forward(x, w.handle, scale, 'e4m3/t', eps))
   remakeFrom(kept, y, again, scale)
@@ -438,25 +446,6 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     return [dqkv]
   })
   return out
-}
-
-/**
- * `starts` of packed documents as a tensor i32 [B·T]: the position in its sequence of `sequence` rows where the document of
- * each row begins. Throws where a document begins after its row, or after the one before it has ended.
- */
-export function documentStarts(starts: Int32Array, sequence: number, device: TensorOptions['device'] = 'cpu'): Tensor {
-  const wrong = starts.findIndex((start, m) => {
-    const t = m % sequence
-    return start !== t && (t === 0 || start !== starts[m - 1])
-  })
-  if (wrong >= 0)
-    throw new CoatError(
-      `documentStarts: starts[${wrong}] is ${starts[wrong]} and must be its position ${wrong % sequence}, where a document begins, or that of the row before`,
-      'value',
-      'documentStarts',
-      'starts',
-    )
-  return Tensor.from(starts, [starts.length], { device })
 }
 
 export interface CachedOptions {

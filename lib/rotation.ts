@@ -1,4 +1,5 @@
-// Rotation of queries and keys by their positions: the angles, and the table of their cosines and sines.
+// Positions: where documents begin, and the rotation of queries and keys, its angles and the table of their cosines and sines.
+import { CoatError } from './native.ts'
 import { Tensor, type TensorOptions } from './tensor.ts'
 
 /**
@@ -46,4 +47,23 @@ export function ropeTable(
       values[t * headDim + half + i] = Math.sin(angle)
     }
   return Tensor.from(values, [positions, headDim], { device })
+}
+
+/**
+ * `starts` of packed documents as a tensor i32 [B·T]: the position in its sequence of `sequence` rows where the document of
+ * each row begins. Throws where a document begins after its row, or after the one before it has ended.
+ */
+export function documentStarts(starts: Int32Array, sequence: number, device: TensorOptions['device'] = 'cpu'): Tensor {
+  const wrong = starts.findIndex((start, m) => {
+    const t = m % sequence
+    return start !== t && (t === 0 || start !== starts[m - 1])
+  })
+  if (wrong >= 0)
+    throw new CoatError(
+      `documentStarts: starts[${wrong}] is ${starts[wrong]} and must be its position ${wrong % sequence}, where a document begins, or that of the row before`,
+      'value',
+      'documentStarts',
+      'starts',
+    )
+  return Tensor.from(starts, [starts.length], { device })
 }

@@ -1,10 +1,14 @@
 // The tape: what forward recorded, what it keeps for backward (by op and format), and backward itself.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
-import { type FloatFormat, type GradientSink, type Remake, scope, Tensor } from './tensor.ts'
+import { type FloatFormat, type Format, type GradientSink, type Remake, scope, Tensor } from './tensor.ts'
 
-/** Gradients of the inputs, in their order, from the gradient of the output and the saved tensors; null: none. */
-export type Backward = (gradient: Tensor, saved: readonly Tensor[]) => (Tensor | null)[]
+/**
+ * Gradients of the inputs, in their order, from the gradient of the output and the saved tensors; null: none. `take(i, format)`
+ * is what input i has of its gradient so far, if that has this format: what is returned for it then holds that too.
+ */
+export type Backward = (gradient: Tensor, saved: readonly Tensor[], take: Take) => (Tensor | null)[]
+type Take = (i: number, format: Format) => Tensor | null
 
 interface Input {
   id: number
@@ -180,13 +184,20 @@ export class Tape implements Disposable {
       const { inputs, saved, backward } = node
       const gradient = gradients.get(node.output)
       gradients.delete(node.output)
+      const taken: Tensor[] = []
+      const take: Take = (i, format) => {
+        const { id, sink, wanted } = inputs[i] as Input
+        const held = gradients.get(id)
+        if (sink || !wanted || held?.format !== format) return null
+        gradients.delete(id)
+        taken.push(held)
+        return held
+      }
       try {
         if (gradient)
           scope(() => {
-            const results = backward(
-              gradient,
-              saved.map((tensor) => this.#get(tensor)),
-            )
+            const kept = saved.map((tensor) => this.#get(tensor))
+            const results = backward(gradient, kept, take)
             inputs.forEach((input, i) => {
               const result = results[i]
               if (result && input.wanted) accumulate(gradients, input, result)
@@ -194,6 +205,7 @@ export class Tape implements Disposable {
           })
       } finally {
         gradient?.release()
+        for (const tensor of taken) tensor.release()
         for (const tensor of saved) this.#drop(tensor)
       }
       if (this.#uses) this.#completed(inputs, this.#uses)

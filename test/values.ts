@@ -95,6 +95,7 @@ export type Name =
       | 'mean'
       | 'out'
       | 'qkv'
+      | 'residual'
       | 'rstd'
     )
   | ('starts' | 'table' | 'targets' | 'w' | 'x' | 'y')

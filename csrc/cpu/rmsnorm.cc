@@ -37,8 +37,18 @@ void rmsnorm_backward(const rmsnorm_backward_args& args) {
     }
     const float mean = static_cast<float>(dot_row(g, x, N) * per_column(N));
     for (int64_t n = 0; n < N; ++n) out[n] = rstd[row] * (g[n] - x[n] * mean);
+    if (args.residual) {
+      read_row(args.residual, row, x);
+      for (int64_t n = 0; n < N; ++n) out[n] += x[n];
+    }
     dx.write(row * N, (row + 1) * N, out);
   });
+  if (args.amax) {
+    amax_args measure;
+    measure.x = args.dx;
+    measure.y = args.amax;
+    amax(measure);
+  }
   Writer(args.dw, {}).write(0, N, dw.data());
 }
 

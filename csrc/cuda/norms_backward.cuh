@@ -11,12 +11,27 @@ __device__ inline float gradient_of(float r, float g, float xhat, float mean_g, 
   return Centred ? r * (g - mean_g - xhat * mean) : r * (g - xhat * mean);
 }
 
+// What is added to dx, in the format of dx, and where its largest magnitude goes; either may be null.
+template <class DX>
+struct Beside {
+  DX residual;
+  uint32_t* largest;
+};
+
+// The largest magnitude of what a block stores, of which the lanes have the bits of |x|.
+template <class DX>
+__device__ inline void leave_largest(const Beside<DX>& beside, uint32_t most) {
+  most = warp_max(most);
+  if (threadIdx.x % 32 == 0 && most > 0)
+    atomicMax(beside.largest, bits_of(CodeOf<DX>::decode(CodeOf<DX>::encode(float_of(most)))));
+}
+
 // One block a chunk of kSumRows rows, C columns a thread, R rows at a time: their means in one reduction. The codes of
 // the next R are fetched before it. A thread sums its columns over the rows in order. Moves dy, x and dx once, and
 // partial [chunks, sums, N].
 template <bool Centred, class DY, class X, class DX, int C, int R>
-__global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, float* partial, int64_t M,
-                                                               int64_t N) {
+__global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, Beside<DX> beside,
+                                                               float* partial, int64_t M, int64_t N) {
   constexpr int kSums = Centred ? 2 : 1;
   let_next_begin();
   const int64_t n = int64_t{threadIdx.x} * C, runs = N / kRun;
@@ -24,6 +39,8 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   const bool inside = n < N;
   Pack<DY, C> next_dy[R];
   Pack<X, C> next_x[R];
+  const bool adds = !Centred && beside.residual.codes, measures = !Centred && beside.largest;  // only rmsnorm does
+  uint32_t most = 0;
   const auto fetch = [&](int64_t first) {
 #pragma unroll
     for (int j = 0; j < R; ++j) {
@@ -45,6 +62,7 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   float strand[kSums][C] = {}, total[kSums][C] = {};
   for (int64_t first = begin; first < end; first += R) {
     float g[R][C], xhat[R][C];
+    Pack<DX, C> residual[R];
     double sums[R * kSums];
 #pragma unroll
     for (int j = 0; j < R; ++j) {
@@ -73,6 +91,9 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
 #pragma unroll
         for (int c = 0; c < C; ++c) total[s][c] += strand[s][c], strand[s][c] = 0.f;
     }
+#pragma unroll
+    for (int j = 0; j < R; ++j)
+      if (adds && inside && first + j < end) residual[j].fetch(beside.residual, (first + j) * N + n, 0);
     fetch(first + R);
     const float* means = block_sums<C>(sums, [&](double sum) { return static_cast<float>(sum * per); });
 #pragma unroll
@@ -81,10 +102,22 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
       const float r = numbers[static_cast<int>(first - begin) + j].r;
 #pragma unroll
       for (int c = 0; c < C; ++c) g[j][c] = gradient_of<Centred>(r, g[j][c], xhat[j][c], mean_g, mean);
+      if (!inside || first + j >= end) continue;
+      if (adds) {
+        float more[C];
+        residual[j].unpack(beside.residual, more);
+#pragma unroll
+        for (int c = 0; c < C; ++c) g[j][c] += more[c];
+      }
+      if (measures) {
+#pragma unroll
+        for (int c = 0; c < C; ++c) most = max(most, bits_of(g[j][c]) & 0x7fffffffu);
+      }
       Pack<DX, C> pack;
-      if (inside && first + j < end) pack.put(dx, (first + j) * N + n, {}, g[j]);
+      pack.put(dx, (first + j) * N + n, {}, g[j]);
     }
   }
+  if (measures) leave_largest(beside, most);
   if (!partial || !inside) return;
 #pragma unroll
   for (int s = 0; s < kSums; ++s)
@@ -96,12 +129,14 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
 // columns lie in partial. Reads dy and x twice, the second time from the caches.
 template <bool Centred, class DY, class X, class DX>
 __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY dy, X x, Norm norm, DX dx,
-                                                                            float* partial, int64_t M, int64_t N) {
+                                                                            Beside<DX> beside, float* partial,
+                                                                            int64_t M, int64_t N) {
   constexpr int kSums = Centred ? 2 : 1;
   const int64_t runs = runs_of(N), begin = int64_t{blockIdx.x} * kStrandRows;
   const int64_t end = begin + kStrandRows < M ? begin + kStrandRows : M;
   const bool whole = N % kRun == 0;
   const double per = per_column(N);
+  uint32_t most = 0;
   float* sums = partial ? partial + int64_t{blockIdx.x} * kSums * N : nullptr;
   if (sums)
     for (int64_t i = threadIdx.x; i < kSums * N; i += blockDim.x) sums[i] = 0.f;
@@ -136,17 +171,25 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY d
     for (int64_t run = threadIdx.x; run < runs; run += blockDim.x) {
       load(run, [](int64_t, float, float) {});
 #pragma unroll
-      for (int k = 0; k < kRun; ++k)
-        if (run * kRun + k < N)
-          dx.store(row * N + run * kRun + k, {}, gradient_of<Centred>(numbers.r, g[k], xhat[k], mean_g, mean));
+      for (int k = 0; k < kRun; ++k) {
+        const int64_t at = row * N + run * kRun + k;
+        if (run * kRun + k >= N) continue;
+        float gradient = gradient_of<Centred>(numbers.r, g[k], xhat[k], mean_g, mean);
+        if (beside.residual.codes) gradient += beside.residual.load(at, {});
+        most = max(most, bits_of(gradient) & 0x7fffffffu);
+        dx.store(at, {}, gradient);
+      }
     }
   }
+  if (beside.largest) leave_largest(beside, most);
 }
 
 // first, second: the sums over rows of dy * xhat and, Centred, of dy; absent ones are not written.
 template <bool Centred, class Args>
-void norm_backward(const char* name, const Args& args, const Norm& norm, const Tensor& first, const Tensor& second) {
+void norm_backward(const char* name, const Args& args, const Norm& norm, const Tensor& first, const Tensor& second,
+                   const Tensor& residual = {}, uint32_t* largest = nullptr) {
   const int64_t M = args.x.shape.rows(), N = args.x.shape.cols(), chunks = chunks_of(M);
+  if (largest) check(cudaMemsetAsync(largest, 0, sizeof(uint32_t), stream()), name);
   if (N == 0) return;
   const bool sums = first || second;
   constexpr int kSums = Centred ? 2 : 1;
@@ -156,6 +199,9 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
         using DY = std::remove_const_t<decltype(dy)>;
         using X = std::remove_const_t<decltype(x)>;
         using DX = std::remove_const_t<decltype(dx)>;
+        Tensor added = residual;
+        added.format = args.dx.format;
+        const Beside<DX> beside{DX(added), largest};
         // a row in the registers of a block, or by strands, of which a block has one
         constexpr bool kWide = Centred && sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 4;  // too many registers
         const int columns = N % kRun != 0 ? 0 : N <= 4096 ? 8 : N <= 8192 && !kWide ? 16 : 0;
@@ -168,7 +214,7 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
                                             : norm_backward_kernel_wide<Centred, DY, X, DX>;
         const auto threads = columns ? static_cast<unsigned>((N / columns + 31) / 32 * 32) : kWarps * 32u;
         launch(name, kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), columns * sizeof(float) * threads, dy,
-               x, norm, dx, partial, M, N);
+               x, norm, dx, beside, partial, M, N);
         if (sums) sum_chunks(name, partial, chunks, static_cast<int>(parts), N, kSums, first, second);
       });
     });

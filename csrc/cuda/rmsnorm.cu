@@ -158,7 +158,8 @@ void rmsnorm_forward(const rmsnorm_forward_args& args) {
 
 void rmsnorm_backward(const rmsnorm_backward_args& args) {
   norm_backward<false>("rmsnorm_backward", args,
-                       Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f}, args.dw, Tensor{});
+                       Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f}, args.dw, Tensor{},
+                       args.residual, args.amax.as<uint32_t>());
 }
 
 void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {

@@ -1,8 +1,21 @@
 // rmsnorm against its formula in float64.
 import { describe, expect, it } from 'vitest'
+import type { Handle } from '../../lib/native.gen.ts'
 import { native } from '../../lib/native.ts'
 import { stepOf } from '../decode.ts'
-import { bytesOf, checkGradient, checkOp, devices, own, present, read, sizes, tensor, wideSizes } from '../harness.ts'
+import {
+  bytesOf,
+  checkGradient,
+  checkOp,
+  devices,
+  moved,
+  own,
+  present,
+  read,
+  sizes,
+  tensor,
+  wideSizes,
+} from '../harness.ts'
 import { type Given, largest, matrix, Random, sum, type Values, vector } from '../values.ts'
 
 function forward({ x, w, eps, M, N }: Given) {
@@ -10,14 +23,23 @@ function forward({ x, w, eps, M, N }: Given) {
   return { rstd, y: matrix(M, N, (m, n) => x(m, n) * rstd(m) * w(n)) }
 }
 
-function backward({ dy, x, w, rstd, M, N }: Given) {
+function backward({ dy, x, w, rstd, residual, M, N }: Given) {
   const xhat = matrix(M, N, (m, n) => x(m, n) * rstd(m))
   const g = matrix(M, N, (m, n) => dy(m, n) * w(n))
   const mean = vector(M, (m) => sum(N, (n) => g(m, n) * xhat(m, n)) / N)
   const size = vector(M, (m) => sum(N, (n) => Math.abs(g(m, n) * xhat(m, n))) / N)
+  const more = (m: number, n: number) => (residual ? residual(m, n) : 0)
+  const dx = matrix(M, N, (m, n) => rstd(m) * (g(m, n) - xhat(m, n) * mean(m)) + more(m, n))
+  const most = largest(M * N, (i) => Math.abs(dx(i)))
   return {
-    dx: matrix(M, N, (m, n) => rstd(m) * (g(m, n) - xhat(m, n) * mean(m))),
-    '|dx|': matrix(M, N, (m, n) => rstd(m) * (Math.abs(g(m, n)) + Math.abs(xhat(m, n)) * size(m))),
+    dx,
+    '|dx|': matrix(
+      M,
+      N,
+      (m, n) => rstd(m) * (Math.abs(g(m, n)) + Math.abs(xhat(m, n)) * size(m)) + Math.abs(more(m, n)),
+    ),
+    amax: vector(1, () => Math.max(0, most)),
+    '|amax|': vector(1, () => 1e6 * most), // held exactly against op amax below
     dw: vector(N, (n) => sum(M, (m) => dy(m, n) * xhat(m, n))),
     '|dw|': vector(N, (n) => sum(M, (m) => Math.abs(dy(m, n) * xhat(m, n)))),
   }
@@ -59,6 +81,23 @@ describe('rmsnorm', () => {
     data: { rstd: (random) => 0.1 + random.uniform() },
     reference: backward,
   })
+  for (const device of devices)
+    it.skipIf(!present(device)).each([
+      [5, 33],
+      [130, 576],
+      [67, 4640],
+      [0, 16],
+    ])(`rmsnorm_backward leaves the amax of dx on ${device}: [%i, %i]`, async (M, N) => {
+      for (const format of ['f32', 'bf16'] as const) {
+        const [dy, x, residual] = own(
+          [1, 2, 3].map((seed) => native.random_normal(format, M, N, 0, 1, seed, device)),
+        ) as [Handle, Handle, Handle]
+        const w = await moved(tensor(format, [N], new Float32Array(N).fill(0.5)), device)
+        const [, rstd] = own(native.rmsnorm_forward(x, w, null, format, 1e-5))
+        const [dx, , amax] = own(native.rmsnorm_backward(dy, x, w, rstd, residual, format, 'f32', 'f32'))
+        expect(await bytesOf(amax as Handle)).toEqual(await bytesOf(own(native.amax(dx))))
+      }
+    })
   checkOp('add_rmsnorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: addForward })
   checkGradient('rmsnorm', {
     numbers: { M: 3, N: 5, eps: 1e-5 },
