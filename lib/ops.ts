@@ -3,7 +3,7 @@ import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
-import { type FloatFormat, isScaled, scope, Tensor, type TensorOptions } from './tensor.ts'
+import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
 
 export * from './rotation.ts'
 
