@@ -97,3 +97,4 @@ export {
 } from './tokenizer.ts'
 export { encodeDocuments, TokenDataset, type TokenOptions, writeTokens } from './tokens.ts'
 export { type Phase, type StepMetrics, type TrainableModel, Trainer, type TrainerOptions } from './trainer.ts'
+export { type UpdateQuality, type UpdateShare, UpdateSums } from './updates.ts'

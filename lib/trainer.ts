@@ -10,6 +10,7 @@ import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, noGrad, type Recompute, recomputes, Tape } from './tape.ts'
 import { type Device, memory, resetPeak, scope, Tensor } from './tensor.ts'
+import type { UpdateQuality } from './updates.ts'
 
 /** What the trainer needs of a model. */
 export interface TrainableModel extends Module {
@@ -51,6 +52,11 @@ export interface TrainerOptions {
   cacheWeights?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
+  /**
+   * In every so many steps, measure how much of the update the formats of parameters kept (default 0: never): `updates` of
+   * the step's metrics. Such a step updates twice and reads all parameters back.
+   */
+  measureUpdates?: number
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -80,11 +86,13 @@ export interface StepMetrics {
   infs: number
   /** Bytes live after the step and their peaks within it. */
   memory: MemoryUsage
+  /** How much of the update was kept, in steps that measure it. */
+  updates?: UpdateQuality
 }
 
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip', 'maxSkips', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -115,6 +123,7 @@ export class Trainer implements Disposable {
       recompute: 'flow' as const,
       optimizerInBackward: false,
       cacheWeights: false,
+      measureUpdates: 0,
       ...rest,
       checkpoint: checked(checkpoint),
     }
@@ -134,6 +143,14 @@ export class Trainer implements Disposable {
         'value',
         'Trainer',
         'recompute',
+      )
+    const { measureUpdates: measured } = full
+    if (!Number.isSafeInteger(measured) || measured < 0 || (measured > 0 && full.optimizerInBackward))
+      throw new CoatError(
+        `Trainer: measureUpdates is ${measured} and must be an integer of at least 0, and 0 with optimizerInBackward`,
+        'value',
+        'Trainer',
+        'measureUpdates',
       )
     if (full.optimizerInBackward && full.accumulate > 1)
       throw new CoatError(
@@ -184,6 +201,9 @@ export class Trainer implements Disposable {
     let loss = 0
     let gradNorm = 0
     let skip = false
+    let updates: UpdateQuality | null = null
+    const { measureUpdates: every } = this.options
+    const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
@@ -193,7 +213,8 @@ export class Trainer implements Disposable {
       this.#begin('update')
       const norm = within?.end() ?? optimizer.gradNorm(clip)
       try {
-        if (!within) optimizer.step(lr, norm.clip)
+        if (measured) updates = await optimizer.measuredStep(lr, norm.clip)
+        else if (!within) optimizer.step(lr, norm.clip)
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         for (const part of losses) loss += await part.item()
@@ -230,6 +251,7 @@ export class Trainer implements Disposable {
       skippedSteps: this.skippedSteps,
       infs: usage.infs - infsBefore,
       memory: usage,
+      ...(updates && !skip ? { updates: { kept: updates.kept, read: updates.read } } : {}),
     }
   }
 

@@ -34,7 +34,7 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes'],
+    ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes', 'updates'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler'],
     ['ops'],
     ['modules', 'tokens', 'jsonl'],
