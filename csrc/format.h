@@ -63,13 +63,16 @@ COAT_HD void count_infs(Status* status, uint32_t infs) {
 #endif
 }
 
+// The power of two that is not below x, which is positive.
+COAT_HD float power_above(float x) { return float_of((bits_of(x) + 0x7fffffu) & 0x7f800000u); }
+
 // Scale that maps the range's maximum to the largest code; 1 / max for a range of zeros. Of f16 the power of two that
 // is not below it (FP8-LM): codes then round as values do.
 template <class Code>
 COAT_HD float scale_for(const Range& range) {
   const float amax = range.max == 0 ? 1.f : float_of(range.max);
   const float exact = amax / Code::max();
-  const float scale = Code::bits == 16 ? float_of((bits_of(exact) + 0x7fffffu) & 0x7f800000u) : exact;
+  const float scale = Code::bits == 16 ? power_above(exact) : exact;
   return scale < kMinNormal ? kMinNormal : scale;
 }
 

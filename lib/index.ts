@@ -17,6 +17,15 @@ export {
   type TextOptions,
 } from './data.ts'
 export {
+  AutomaticMu,
+  type GradientSum,
+  type MuOptions,
+  type MuReading,
+  partitionWhole,
+  saturatedShare,
+  sumGradients,
+} from './exchange.ts'
+export {
   type Document,
   JsonlDataset,
   type JsonlOptions,

@@ -468,7 +468,7 @@ export class Tensor implements Disposable {
     this.#scales.delete(format)
     kept?.tensor.release()
     if (this.#amax?.version !== version || (format !== 'e4m3/t' && format !== 'e5m2/t')) return null
-    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format))
+    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format, 'exact'))
     this.#scales.set(format, { tensor, version })
     return tensor.handle
   }

@@ -35,7 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'tokenizer', 'replace', 'recipes', 'updates'],
-    ['tape', 'data', 'safetensors', 'axes', 'scaler'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'exchange'],
     ['ops'],
     ['modules', 'tokens', 'jsonl'],
     ['models/llama', 'rules'],
