@@ -17,8 +17,8 @@ export interface NativeOps {
   assign(y: Handle, x: Handle): void
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
   amax(x: Handle): Handle
-  /** scale = the one that convert measures for y in this format where the largest |y| is amax; where that is NaN or Inf, the one for the largest finite number. amax [1], scale [1]. */
-  scale_from_amax(amax: Handle, format: 'e4m3/t' | 'e5m2/t'): Handle
+  /** scale = the one that convert measures for y in this format where the largest |y| is amax; where that is NaN or Inf, the one for the largest finite number. pow2: the power of two that is not below it. amax [1], scale [1]. */
+  scale_from_amax(amax: Handle, format: 'e4m3/t' | 'e5m2/t', rounding: 'exact' | 'pow2'): Handle
   /** y = the scale stored in x. x […], y [1]. */
   scale_of(x: Handle): Handle
   /** history[0] = the larger of it and amax; an amax that is NaN or infinite is passed over. history [H], amax [1]. */
