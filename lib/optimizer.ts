@@ -55,7 +55,7 @@ interface Slot {
 
 /** The tensors of one parameter's state: moments, seen as [1, n], what a master keeps, what Kahan's rounding has lost. */
 export interface ParamState {
-  /** f32, in the parameter's shape. */
+  /** In the recipe's format, in the parameter's shape. */
   master: Tensor | null
   /** bf16, in the parameter's shape. */
   lost: Tensor | null
@@ -120,8 +120,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       return named
     })
     const { master: common = null } = recipe
-    if (common !== null && common !== 'f32')
-      throw new CoatError(`${rule}: the recipe's master is ${common} and must be f32 or null`, 'format', rule, 'master')
+    if (common !== null && common !== 'f32' && common !== 'f16/t')
+      throw new CoatError(
+        `${rule}: the recipe's master is ${common} and must be f32, f16/t or null`,
+        'format',
+        rule,
+        'master',
+      )
     checkRounding(rule, options.rounding ?? recipe.rounding ?? 'nearest', common, this.params)
     const entry = entryOf(rule)
     const calls = new Map<string, number>()
@@ -136,7 +141,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
       const narrow = param.tensor.format === 'bf16'
-      const doubled = param.tensor.format !== 'f32' && (master ?? null) !== null
+      const doubled = param.tensor.format === 'f32' ? null : (master ?? null)
       const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
       const key = JSON.stringify([numbers, doubled, mode])
       const call = calls.get(key) ?? calls.size
@@ -149,7 +154,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         const { tensor } = plan.param
         return {
           ...plan,
-          master: doubled ? held(native.convert(tensor.handle, null, 'f32')) : null,
+          master: doubled && held(native.convert(tensor.handle, null, doubled)),
           lost: plan.rounding === 'kahan' ? zeroState(tensor.shape, tensor, 'bf16') : null,
           // states are flat, so that their groups go on over the ends of rows
           m: zeroState([1, tensor.numel], tensor, m),

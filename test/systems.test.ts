@@ -76,6 +76,7 @@ describe('bytes of a parameter', () => {
     ['deepseek-v3', 12],
     ['fp8-lm-o1', 11],
     ['fp8-lm-o2', 6],
+    ['fp8-lm-o3', 7],
   ])('%s: %d by its formats', (name, expected) => {
     expect(parameterBytes(recipe(name)).total).toBe(expected)
   })
