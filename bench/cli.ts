@@ -26,6 +26,14 @@ import {
   start,
 } from './options.ts'
 import { profileOf, profileRows, profileTables, traceOf } from './profile.ts'
+import {
+  type RecipesOptions,
+  recipesBench,
+  recipesDefaults,
+  recipesHtml,
+  recipesRows,
+  recipesTable,
+} from './recipes.ts'
 import { appendRows, fillSections, lossTable, markdownRows, parseRows, type Row, writeRows } from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
 
@@ -153,6 +161,29 @@ export async function bench(args: readonly string[], print: (text: string) => vo
       if (append) appendRows(append, profileRows(profile, name, top))
     })
 
+  const usual = recipesDefaults
+  command(
+    'recipes',
+    'every recipe trained on the same text from the same seed: losses, bytes, rates',
+    async (device, { recipe, html, ...rest }: RecipesFlags) => {
+      if (html) claim(html)
+      const options = { ...rest, recipes: recipe, device }
+      const results = await recipesBench(options)
+      print(textTable(recipesTable(results)))
+      for (const { recipe, stopped } of results) if (stopped !== null) print(`${recipe}: ${stopped}`)
+      if (html) writeWhole(html, await recipesHtml(results, options))
+      return recipesRows(results, options)
+    },
+  )
+    .addOption(recipesOption('--recipe <names>', 'all'))
+    .option('--steps <n>', 'steps of training', count, usual.steps)
+    .option('--hidden <n>', 'width of the model, where not that of the quick start', count)
+    .option('--layers <n>', 'layers of the model', count)
+    .option('--batch <n>', 'sequences of a step', count, usual.batch)
+    .option('--sequence <n>', 'bytes of a sequence', count, usual.sequence)
+    .option('--lr <rate>', 'the learning rate', rate, usual.lr)
+    .option('--html <file>', 'write a report to this file')
+
   command(
     'optimizer',
     'real moments of an fp32 run in every pair of 8-bit formats',
@@ -195,6 +226,11 @@ interface StepFlags extends Omit<StepOptions, 'device' | 'recipes' | 'model'> {
   findModel?: boolean
 }
 
+interface RecipesFlags extends Omit<RecipesOptions, 'device' | 'recipes'> {
+  recipe: NamedRecipe[]
+  html?: string
+}
+
 interface ProfileFlags {
   top: number
   copy?: number
@@ -203,7 +239,7 @@ interface ProfileFlags {
 }
 
 function recipesOption(flags: string, usual: string): Option {
-  const text = 'recipes with commas between them; coat+dw=f32 changes an axis'
+  const text = 'recipes with commas between them, or all; coat+dw=f32 changes an axis'
   return new Option(flags, text).argParser(namedRecipes).default(namedRecipes(usual), usual)
 }
 

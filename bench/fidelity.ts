@@ -10,6 +10,8 @@ import {
   LlamaForCausalLM,
   type Param,
   saveCheckpoint,
+  scope,
+  Tensor,
   TextDataset,
   Trainer,
 } from '../lib/index.ts'
@@ -307,7 +309,12 @@ async function take(trainer: Trainer, base: Trainer, twin: number): Promise<void
     const values = (await (old.master ?? from.tensor).read()) as Float32Array
     if (twin) await move(values, param, i)
     param.write(values)
-    if (own.master) native.write(own.master.handle, values)
+    const { master } = own
+    if (master)
+      scope(() => {
+        const { shape, format, device } = master
+        native.assign(master.handle, Tensor.from(values, shape, { format, device }).handle)
+      })
     for (const moment of ['m', 'v'] as const) {
       const [source, target] = [old[moment], own[moment]]
       if (source && target) await copyInto(target.handle, source.handle, target.format, moment)

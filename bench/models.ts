@@ -1,4 +1,4 @@
-// The shapes of the models that steps are measured on, as their config.json has them.
+// The shapes of the models that steps are measured on, as their config.json has them, and what the quick start trains.
 import { CoatError, type LlamaConfig } from '../lib/index.ts'
 
 const llama2 = { vocab_size: 32000, max_position_embeddings: 4096, rms_norm_eps: 1e-5 }
@@ -13,6 +13,25 @@ export const models = {
   'llama-2-13b': { ...llama2, hidden_size: 5120, intermediate_size: 13824, num_hidden_layers: 40, num_attention_heads: 40 },
   'llama-30b':   { ...llama2, hidden_size: 6656, intermediate_size: 17920, num_hidden_layers: 60, num_attention_heads: 52 },
 } as const satisfies Record<string, LlamaConfig>
+
+/** What `npm start` trains: a byte-level Llama, its batches, its optimizer. */
+export const quickstart = {
+  config: {
+    vocab_size: 256,
+    hidden_size: 128,
+    intermediate_size: 344,
+    num_hidden_layers: 2,
+    num_attention_heads: 4,
+    max_position_embeddings: 256,
+    tie_word_embeddings: true,
+    initializer_range: 0.08,
+  },
+  batch: 16,
+  sequence: 256,
+  seed: 1,
+  lr: 2e-3,
+  warmup: 20,
+} as const
 
 /** `small` is the size that flags choose; `layer` is one block of a model. */
 export type ModelName = keyof typeof models | 'small' | 'layer'

@@ -29,9 +29,10 @@ export interface NamedRecipe {
   recipe: Recipe
 }
 
-/** Recipes with commas between them, axes of which may be changed: `bf16,coat,coat+dw=f32+master=null`. */
+/** Recipes with commas between them, axes of which may be changed: `bf16,coat,coat+dw=f32+master=null`; `all` rows. */
 export function namedRecipes(text: string): NamedRecipe[] {
-  const found = text.split(',').map((word) => {
+  const words = text.split(',').flatMap((word) => (word.trim() === 'all' ? Object.keys(recipes) : [word]))
+  const found = words.map((word) => {
     const name = word.trim()
     const [base = '', ...changes] = name.split('+')
     const [known] = recipeNames(base) as [RecipeName]

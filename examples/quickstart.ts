@@ -2,6 +2,7 @@
 import { join } from 'node:path'
 import { Command } from 'commander'
 import { corpus } from '../bench/corpus.ts'
+import { quickstart as settings } from '../bench/models.ts'
 import { count, recipeNames, start } from '../bench/options.ts'
 import { peakRows, percentile, type Row, recipeRows, writeRows } from '../bench/row.ts'
 import {
@@ -28,19 +29,7 @@ import {
   writeWhole,
 } from '../lib/report.ts'
 
-const config = {
-  vocab_size: 256,
-  hidden_size: 128,
-  intermediate_size: 344,
-  num_hidden_layers: 2,
-  num_attention_heads: 4,
-  max_position_embeddings: 256,
-  tie_word_embeddings: true,
-  initializer_range: 0.08,
-}
-const batch = 16
-const sequence = 256
-const seed = 1
+const { config, batch, sequence, seed, lr, warmup } = settings
 const prompt = 'The people of the United States '
 
 interface Result extends Run {
@@ -64,8 +53,8 @@ async function train(
     data,
     batch,
     steps,
-    optimizer: adamw({ lr: 2e-3, betas: [0.9, 0.95], weightDecay: 0.1 }),
-    schedule: cosine({ warmup: Math.min(20, steps) }),
+    optimizer: adamw({ lr, betas: [0.9, 0.95], weightDecay: 0.1 }),
+    schedule: cosine({ warmup: Math.min(warmup, steps) }),
     clip: 1,
   })
   const done: Result['steps'][number][] = []

@@ -24,8 +24,8 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
   attention: ['stream', 'e4m3/g16'],
-  param: ['f32', 'bf16', 'bf16x2', 'f16/t'],
-  master: ['f32', null],
+  param: ['f32', 'bf16', 'bf16x2', 'f16/t', 'e4m3/t'],
+  master: ['f32', 'f16/t', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
   dw: ['f32', 'bf16', 'e4m3/t'],
   m: momentFormats('m') as Recipe['m'][],
@@ -67,8 +67,11 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
       ) ?? false,
   },
   {
-    text: "param 'f32' or 'bf16x2' takes no master",
-    holds: ({ param, master }) => param === 'bf16' || param === 'f16/t' || master === null,
+    text: "param 'f32' or 'bf16x2' takes no master, 'bf16' or 'f16/t' null or 'f32', and 'e4m3/t' needs 'f16/t'",
+    holds: ({ param, master }) =>
+      param === 'e4m3/t'
+        ? master === 'f16/t'
+        : master === null || (master === 'f32' && (param === 'bf16' || param === 'f16/t')),
   },
   {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",

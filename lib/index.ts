@@ -18,6 +18,15 @@ export {
   type TextOptions,
 } from './data.ts'
 export { type Evaluation, evaluate, type PerplexityOptions, perplexity, type Scorer } from './evaluate.ts'
+export {
+  AutomaticMu,
+  type GradientSum,
+  type MuOptions,
+  type MuReading,
+  partitionWhole,
+  saturatedShare,
+  sumGradients,
+} from './exchange.ts'
 export type { GenerateOptions } from './generate.ts'
 export type { SpikeOptions } from './guard.ts'
 export {
@@ -123,3 +132,4 @@ export {
   type TrainerCallbacks,
   type TrainerOptions,
 } from './trainer.ts'
+export { type UpdateQuality, type UpdateShare, UpdateSums } from './updates.ts'

@@ -17,8 +17,8 @@ export interface NativeOps {
   assign(y: Handle, x: Handle): void
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
   amax(x: Handle): Handle
-  /** scale = the one that convert measures for y in this format where the largest |y| is amax; where that is NaN or Inf, the one for the largest finite number. amax [1], scale [1]. */
-  scale_from_amax(amax: Handle, format: 'e4m3/t' | 'e5m2/t'): Handle
+  /** scale = the one that convert measures for y in this format where the largest |y| is amax; where that is NaN or Inf, the one for the largest finite number. pow2: the power of two that is not below it. amax [1], scale [1]. */
+  scale_from_amax(amax: Handle, format: 'e4m3/t' | 'e5m2/t', rounding: 'exact' | 'pow2'): Handle
   /** y = the scale stored in x. x […], y [1]. */
   scale_of(x: Handle): Handle
   /** history[0] = the larger of it and amax; an amax that is NaN or infinite is passed over. history [H], amax [1]. */
@@ -87,7 +87,7 @@ export interface NativeOps {
   matmul_nn_into(y: Handle, a: Handle, b: Handle): void
   /** y = y + a^T b, summed in FP32 and rounded once. y [M, N], a [K, M], b [K, N]. */
   matmul_tn_into(y: Handle, a: Handle, b: Handle): void
-  /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats; with v_floor no positive v is stored as 0. master, when given, is the FP32 parameter and p its rounded copy. A bf16 p is rounded to nearest, or up with the probability of what is left over (stochastic: the bits of seed, the index in the list and the element), or to nearest with what that lost kept in lost and added back before the next update (kahan). p […], master […], lost […], g […], m […], v […], clip [2]. */
+  /** AdamW on a list of parameters with one set of hyper-parameters: m = beta1 m + gain1 g, v = beta2 v + gain2 g^2, p -= lr (p weight_decay + m / ((sqrt(v) / correct2 + eps) correct1)), g first multiplied by clip[0]; nothing changes when clip[1] is not 0. The update uses m and v before they are rounded to their formats; with v_floor no positive v is stored as 0. master, when given, is the parameter and p its rounded copy. A bf16 p is rounded to nearest, or up with the probability of what is left over (stochastic: the bits of seed, the index in the list and the element), or to nearest with what that lost kept in lost and added back before the next update (kahan). p […], master […], lost […], g […], m […], v […], clip [2]. */
   adamw(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], v: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, eps: number, weight_decay: number, correct1: number, correct2: number, v_floor: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
   /** Lion on a list of parameters: p -= lr (p weight_decay + sign(beta1 m + gain1 g)) with sign(0) = 0, then m = beta2 m + gain2 g; clip, master, lost and rounding as in adamw. p […], master […], lost […], g […], m […], clip [2]. */
   lion(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, weight_decay: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void

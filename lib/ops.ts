@@ -238,7 +238,7 @@ function swigluGradient(
   const [handle, twin, product] = native.swiglu_backward(
     dy.handle,
     x.handle,
-    turned && (dy.amax?.handle ?? null),
+    turned && (dy.knownAmax?.handle ?? null),
     scale?.handle ?? null,
     format,
     turned,

@@ -25,6 +25,7 @@ import {
   sgd,
 } from './rules.ts'
 import { type Format, scope, Tensor } from './tensor.ts'
+import { type UpdateQuality, UpdateSums } from './updates.ts'
 
 export type {
   AdamWOptions,
@@ -54,7 +55,7 @@ interface Slot {
 
 /** The tensors of one parameter's state: moments, seen as [1, n], what a master keeps, what Kahan's rounding has lost. */
 export interface ParamState {
-  /** f32, in the parameter's shape. */
+  /** In the recipe's format, in the parameter's shape. */
   master: Tensor | null
   /** bf16, in the parameter's shape. */
   lost: Tensor | null
@@ -119,8 +120,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       return named
     })
     const { master: common = null } = recipe
-    if (common !== null && common !== 'f32')
-      throw new CoatError(`${rule}: the recipe's master is ${common} and must be f32 or null`, 'format', rule, 'master')
+    if (common !== null && common !== 'f32' && common !== 'f16/t')
+      throw new CoatError(
+        `${rule}: the recipe's master is ${common} and must be f32, f16/t or null`,
+        'format',
+        rule,
+        'master',
+      )
     checkRounding(rule, options.rounding ?? recipe.rounding ?? 'nearest', common, this.params)
     const entry = entryOf(rule)
     const calls = new Map<string, number>()
@@ -135,7 +141,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const weightDecay = param.decay || own.weightDecay !== undefined ? all.weightDecay : 0
       const numbers = { lr: all.lr, betas, eps, vFloor, momentum, dampening, nesterov, weightDecay }
       const narrow = param.tensor.format === 'bf16'
-      const doubled = param.tensor.format !== 'f32' && (master ?? null) !== null
+      const doubled = param.tensor.format === 'f32' ? null : (master ?? null)
       const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
       const key = JSON.stringify([numbers, doubled, mode])
       const call = calls.get(key) ?? calls.size
@@ -148,7 +154,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         const { tensor } = plan.param
         return {
           ...plan,
-          master: doubled ? held(native.convert(tensor.handle, null, 'f32')) : null,
+          master: doubled && held(native.convert(tensor.handle, null, doubled)),
           lost: plan.rounding === 'kahan' ? zeroState(tensor.shape, tensor, 'bf16') : null,
           // states are flat, so that their groups go on over the ends of rows
           m: zeroState([1, tensor.numel], tensor, m),
@@ -256,6 +262,58 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     for (const [call, slots] of calls) this.#update(slots, lr, clip, call)
   }
 
+  /**
+   * `step`, and how much of the update the formats of parameters kept, of each and of all. Costs a second update in FP32 and
+   * reads parameters back, one after the other.
+   */
+  async measuredStep(
+    lr: number,
+    clip: Tensor | null = null,
+  ): Promise<UpdateQuality & { parameters: Map<string, UpdateQuality> }> {
+    const slots = this.#trained()
+    const before = slots.map((slot) => ({ ...valuesOf(slot), intended: this.#intended(slot, lr, clip) }))
+    try {
+      this.step(lr, clip)
+      const all = new UpdateSums()
+      const parameters = new Map<string, UpdateQuality>()
+      for (const [i, slot] of slots.entries()) {
+        const from = before[i] as (typeof before)[number]
+        const to = valuesOf(slot)
+        try {
+          const read = async (tensor: Tensor) => (await tensor.read()) as Float32Array
+          const values = {
+            kept: { before: await read(from.kept), after: await read(to.kept) },
+            read: { before: await read(from.read), after: await read(to.read) },
+            intended: await read(from.intended),
+          }
+          const one = new UpdateSums()
+          for (const sums of [one, all]) sums.add(values)
+          parameters.set(slot.param.name, one.quality)
+        } finally {
+          for (const tensor of Object.values(to)) tensor.dispose()
+        }
+      }
+      return { ...all.quality, parameters }
+    } finally {
+      for (const tensors of before) for (const tensor of Object.values(tensors)) tensor.dispose()
+    }
+  }
+
+  /** The parameter after a step of a copy in FP32, moments and all. */
+  #intended(slot: Slot, lr: number, clip: Tensor | null): Tensor {
+    const { rule } = this.options
+    const { numbers, share, param } = slot
+    return scope(() => {
+      const m = copyOf(slot.m)
+      const v = slot.v && copyOf(slot.v)
+      const p = valuesOf(slot).kept
+      const exact = { master: null, lost: null, clip: clip?.handle ?? null, rounding: 'nearest', seed: 0 } as const
+      const lists = { p: [p.handle], g: [(param.grad as Tensor).handle], m: [m.handle], v: v ? [v.handle] : [] }
+      rules[rule].run({ ...exact, ...lists, t: this.steps + 1 }, { ...numbers, lr: lr * share, vFloor: false })
+      return p
+    })
+  }
+
   #expect(lr: number): void {
     const { rule } = this.options
     const refuse = (name: string, value: unknown, rules: string) => {
@@ -352,6 +410,20 @@ function seedOf(...parts: number[]): number {
     return x ^ (x >> 31n)
   }, 0n)
   return Number(mixed >> 11n)
+}
+
+function copyOf(tensor: Tensor, format: 'f32' | 'bf16' = 'f32'): Tensor {
+  const copy = native.convert(tensor.handle, null, format)
+  return Tensor.own(copy)
+}
+
+// f32 copies of what training goes on from, and of what forward reads.
+function valuesOf({ param: { tensor }, master, lost }: Slot): { kept: Tensor; read: Tensor } {
+  return scope(() => {
+    const kept = copyOf(master ?? tensor)
+    if (lost) native.add_into(kept.handle, lost.handle)
+    return { kept, read: copyOf(tensor.format === 'bf16x2' ? copyOf(tensor, 'bf16') : tensor) }
+  })
 }
 
 function held(handle: number): Tensor {

@@ -35,9 +35,9 @@ export interface Recipe {
   /** What attention keeps of q, k, v and its output for backward: them in the format of the stream, or FP8 copies alone. */
   attention: 'stream' | 'e4m3/g16'
   /** Parameter of a matrix; norm weights are f32, and so are biases where this is neither f32 nor bf16. */
-  param: Plain | 'bf16x2' | 'f16/t'
-  /** FP32 copy that the optimizer changes where the parameter is rounded. */
-  master: 'f32' | null
+  param: Plain | 'bf16x2' | 'f16/t' | 'e4m3/t'
+  /** The copy that the optimizer changes where the parameter is rounded. */
+  master: 'f32' | 'f16/t' | null
   /**
    * How a bf16 parameter without a master is rounded: to `nearest`; up with the probability of what is left over
    * (`stochastic`); to nearest with the loss kept in bf16 and added back before the next update (`kahan`).
@@ -62,31 +62,32 @@ const history = { history: 1024, pick: 'max', margin: 0 } as const
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {
   //                   GEMM x, w, dy                                        scale             kept, flow                      stream          attention            parameter, master, rounding, gradient                                  moments
-  fp32:              { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  bf16:              { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32', rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32'       },
-  coat:              { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
-  'coat-paper':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
-  'coat-bf16':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
+  fp32:              { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  bf16:              { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32'       },
+  coat:              { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
+  'coat-paper':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
+  'coat-bf16':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
   // no more than bf16, and what keeps small updates of its parameters
-  'bf16-pure':       { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'bf16-stochastic': { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'stochastic', dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'bf16-kahan':      { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'kahan',      dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'collage-light':   { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,  rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'collage-plus':    { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,  rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16x2'    },
+  'bf16-pure':       { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'bf16-stochastic': { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'bf16-kahan':      { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'kahan',      dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'collage-light':   { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'collage-plus':    { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16x2'    },
   // states alone: torchao with its stochastic rounding, bitsandbytes without
-  adamw8bit:         { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'stochastic', dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
-  adamw4bit:         { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'stochastic', dw: 'bf16',   m: 'd4/g128',   v: 'u4/g128'   },
-  adamwfp8:          { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/g256', v: 'e4m3/g256' },
-  'bnb-adam8bit':    { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,  rounding: 'nearest',    dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
+  adamw8bit:         { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
+  adamw4bit:         { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'd4/g128',   v: 'u4/g128'   },
+  adamwfp8:          { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/g256', v: 'e4m3/g256' },
+  'bnb-adam8bit':    { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
   // products alone: Transformer Engine and torchao a tensor, Transformer Engine and DeepSeek-V3 a block
-  'te-current':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'ao-tensorwise':   { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'te-delayed':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: history,   saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'te-block':        { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'deepseek-v3':     { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,  rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
+  'te-current':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'ao-tensorwise':   { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'te-delayed':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: history,   saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'te-block':        { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'deepseek-v3':     { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
   // FP8-LM: its parameters and gradients, then its moments
-  'fp8-lm-o1':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,  rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
-  'fp8-lm-o2':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,  rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-o1':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
+  'fp8-lm-o2':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-o3':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
 } as const satisfies Record<string, Recipe>
 
 export type RecipeName = keyof typeof recipes

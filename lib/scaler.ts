@@ -37,7 +37,7 @@ export class DelayedScale implements Disposable {
   /** Has x take this scale when it is quantized, and, if `observed`, remembers its largest magnitude for the next steps. */
   give(x: Tensor, observed: boolean): void {
     if (observed) {
-      native.observe_amax(this.history.handle, x.measuredAmax().handle)
+      native.observe_amax(this.history.handle, x.amax().handle)
       this.#seen = true
     }
     if (this.ready) x.adoptScale(this.format, this.scale)

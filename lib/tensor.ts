@@ -314,14 +314,14 @@ export class Tensor implements Disposable {
   }
 
   /** The largest |x|, f32 [1], that it carries, unless it has changed since. */
-  get amax(): Tensor | null {
+  get knownAmax(): Tensor | null {
     const known = this.#amax
     return known && known.version === native.version(this.handle) ? known.tensor : null
   }
 
   /** The largest |x|, f32 [1]: that which it carries, or measured now and carried from then on. */
-  measuredAmax(): Tensor {
-    if (!this.amax) this.adoptAmax(native.amax(this.handle as Parameters<typeof native.amax>[0]))
+  amax(): Tensor {
+    if (!this.knownAmax) this.adoptAmax(native.amax(this.handle as Parameters<typeof native.amax>[0]))
     return (this.#amax as Twin).tensor
   }
 
@@ -473,7 +473,7 @@ export class Tensor implements Disposable {
     this.#scales.delete(format)
     kept?.tensor.release()
     if (this.#amax?.version !== version || (format !== 'e4m3/t' && format !== 'e5m2/t')) return null
-    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format))
+    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format, 'exact'))
     this.#scales.set(format, { tensor, version })
     return tensor.handle
   }

@@ -11,6 +11,7 @@ import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
 import { memory, resetPeak, scope, Tensor } from './tensor.ts'
+import type { UpdateQuality } from './updates.ts'
 
 /** What the trainer needs of a model. */
 export interface TrainableModel extends Module, Scorer {
@@ -73,6 +74,11 @@ export interface TrainerOptions {
   cacheWeights?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
+  /**
+   * In every so many steps, measure how much of the update the formats of parameters kept (default 0: never): `updates` of
+   * the step's metrics. Such a step updates twice and reads all parameters back.
+   */
+  measureUpdates?: number
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -101,12 +107,14 @@ export interface StepMetrics {
   memory: MemoryUsage
   /** Loss on held-out data, where it was measured after this step. */
   validation?: number
+  /** How much of the update was kept, in steps that measure it. */
+  updates?: UpdateQuality
 }
 
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -145,6 +153,7 @@ export class Trainer implements Disposable {
       recompute: 'flow' as const,
       optimizerInBackward: false,
       cacheWeights: false,
+      measureUpdates: 0,
       ...rest,
       validate: validate === undefined ? null : checked({ sequences: 64, ...validate }, 'validate', 'sequences'),
       checkpoint: checkpoint === undefined ? null : checked({ keep: 3, ...checkpoint }, 'checkpoint', 'keep', ['dir']),
@@ -160,6 +169,14 @@ export class Trainer implements Disposable {
         'value',
         'Trainer',
         'recompute',
+      )
+    const { measureUpdates: measured } = full
+    if (!Number.isSafeInteger(measured) || measured < 0 || (measured > 0 && full.optimizerInBackward))
+      throw new CoatError(
+        `Trainer: measureUpdates is ${measured} and must be an integer of at least 0, and 0 with optimizerInBackward`,
+        'value',
+        'Trainer',
+        'measureUpdates',
       )
     if (full.optimizerInBackward && full.accumulate > 1)
       throw new CoatError(
@@ -279,6 +296,9 @@ export class Trainer implements Disposable {
     let loss = 0
     let gradNorm = 0
     let skip = false
+    let updates: UpdateQuality | null = null
+    const { measureUpdates: every } = this.options
+    const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
@@ -302,7 +322,8 @@ export class Trainer implements Disposable {
         // a guard has to wait for the numbers; else the update is queued behind the gradients
         if (guard) await measure()
         const spike = guard?.isSpike(loss, gradNorm) ?? false
-        if (!spike && !within) optimizer.step(lr, norm.clip)
+        if (!spike && measured) updates = await optimizer.measuredStep(lr, norm.clip)
+        else if (!spike && !within) optimizer.step(lr, norm.clip)
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         if (!guard) await measure()
@@ -339,6 +360,7 @@ export class Trainer implements Disposable {
       skippedSteps: this.skippedSteps,
       infs: usage.infs - infsBefore,
       memory: usage,
+      ...(updates && !skip ? { updates: { kept: updates.kept, read: updates.read } } : {}),
     }
   }
 

@@ -34,8 +34,8 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes'],
-    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation'],
+    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],

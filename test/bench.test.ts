@@ -214,6 +214,34 @@ describe('optimizer', () => {
   })
 })
 
+test('recipes trains each of them and leaves one table, rows and a page', async () => {
+  const said: string[] = []
+  const small = ['--hidden', '32', '--layers', '1', '--batch', '2', '--sequence', '32', '--steps', '3']
+  const files = ['--json', path('recipes.json'), '--html', path('recipes.html')]
+  await bench(['recipes', '--recipe', 'bf16,te-delayed,coat+dw=f32', '--device', 'cpu', ...small, ...files], (text) =>
+    said.push(text),
+  )
+  const rows = parseRows(readFileSync(path('recipes.json'), 'utf8'))
+  const of = (name: string, recipe: string) => rows.find((row) => row.name === name && row.recipe === recipe)
+  const base = of('recipes/validation', 'bf16')
+  expect(base?.shape).toMatchObject({ hidden: 32, layers: 1, batch: 2, sequence: 32, steps: 3 })
+  expect(of('recipes/validation', 'te-delayed')?.baseline).toEqual({ name: 'bf16', median: base?.median })
+  for (const [recipe, bytes] of [
+    ['bf16', 16],
+    ['te-delayed', 16],
+    ['coat+dw=f32', 10.1875],
+  ] as const) {
+    expect(of('recipes/bytes/predicted', recipe)?.median).toBe(bytes)
+    // norms and short runs weigh more in so small a model
+    expect((of('recipes/bytes/measured', recipe)?.median ?? 0) / bytes).toBeCloseTo(1, 1)
+  }
+  expect(of('recipes/saved', 'coat+dw=f32')?.median).toBeLessThan(of('recipes/saved', 'bf16')?.median as number)
+  const html = readFileSync(path('recipes.html'), 'utf8')
+  for (const text of [said.join('\n'), html])
+    for (const name of ['te-delayed', 'less bf16']) expect(text).toContain(name)
+  expect(html).toContain('<svg')
+})
+
 test('quickstart trains, compares and leaves its files', async () => {
   const said: string[] = []
   const out = path('quickstart')

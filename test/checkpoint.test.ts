@@ -136,6 +136,7 @@ describe('C1: 16 steps are 8 and 8', () => {
     'a scale a tensor': { recipe: { ...recipes.coat, m: 'e4m3/t', v: 'f16/t' } },
     'parameters in two values': { recipe: 'collage-plus' },
     'parameters and gradients with a scale': { recipe: 'fp8-lm-o2' },
+    'parameters and masters with a scale': { recipe: 'fp8-lm-o3' },
     'scales of steps before': { recipe: 'te-delayed' },
     '4 bits': { recipe: { ...recipes.coat, m: 'd4/g128', v: 'u4/g128' } },
     lion: { options: { optimizer: lion({ lr: 0.001 }), accumulate: 2 } },

@@ -61,6 +61,8 @@ it.each<[unknown, RegExp]>([
     { ...recipes['te-block'], dy: 'e5m2/t' },
     /x, w and dy must be .*; received x 'e4m3\/g128', w 'e4m3\/b128', dy 'e5m2\/t'/,
   ],
+  [{ ...recipes['fp8-lm-o3'], master: null }, /and 'e4m3\/t' needs 'f16\/t'; received/],
+  [{ ...recipes.bf16, master: 'f16/t' }, /'bf16' or 'f16\/t' null or 'f32'/],
   [{ ...recipes['collage-plus'], master: 'f32' }, /param 'f32' or 'bf16x2' takes no master/],
   [{ ...recipes['collage-plus'], rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16'/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],

@@ -18,6 +18,7 @@ import {
   type RecipeName,
   recipe,
   recipes,
+  type StepMetrics,
   scope,
   Tape,
   Tensor,
@@ -75,6 +76,7 @@ describe('bytes of a parameter', () => {
     ['deepseek-v3', 12],
     ['fp8-lm-o1', 11],
     ['fp8-lm-o2', 6],
+    ['fp8-lm-o3', 7],
   ])('%s: %d by its formats', (name, expected) => {
     expect(parameterBytes(recipe(name)).total).toBe(expected)
   })
@@ -295,18 +297,17 @@ function single(param: Recipe['param'], states: Pick<Recipe, 'm' | 'v'>, values:
   const optimizer = new AdamW(model, which, { lr, betas: [0, 0], weightDecay: 0, eps: 1e-12 })
   return {
     param: only,
-    /** Steps with these gradients; with betas of 0 each moves by lr and the sign. */
-    step(gradients: readonly number[], count = 1) {
-      for (let i = 0; i < count; i++) {
-        const g = new Float32Array(only.tensor.numel)
-        g.set(gradients)
-        only.grad = Tensor.from(g, only.tensor.shape, { format: 'bf16' }).retain()
-        optimizer.step(lr)
-        optimizer.advance()
-        only.dropGrad()
-      }
+    /** A step with this gradient; with betas of 0 each element moves by lr, against its sign. */
+    async step(gradients: readonly number[]) {
+      const g = new Float32Array(only.tensor.numel)
+      g.set(gradients)
+      only.grad = Tensor.from(g, only.tensor.shape, { format: 'bf16' })
+      only.grad.retain().dispose()
+      const quality = await optimizer.measuredStep(lr)
+      optimizer.advance()
+      only.dropGrad()
+      return quality
     },
-    optimizer,
     dispose() {
       optimizer.dispose()
       model.dispose()
@@ -324,14 +325,59 @@ describe('Collage', () => {
       const one = single(format, states, [1], 2 ** -9)
       const seen: number[] = []
       for (let i = 0; i < 4; i++) {
-        one.step([-1])
+        const quality = await one.step([-1])
         seen.push((await one.param.tensor.read())[0] as number)
+        const arrives = format === 'bf16x2'
+        expect(quality.kept.ratio).toBeCloseTo(arrives ? 1 : 0, 5)
+        expect(quality.kept.edq).toBeCloseTo(arrives ? 2 ** -9 : 0, 9)
+        // one element of many moves: forward sees it when the first value does
+        const share = 100 / one.param.tensor.numel
+        expect(quality.kept.imprecision).toBe(arrives ? 0 : share)
+        expect(quality.read.imprecision).toBe(arrives && i === 2 ? 0 : share)
       }
       expect(seen).toEqual(expected)
       // what forward reads is the first of the two
       expect((await one.param.tensor.as('bf16').read())[0]).toBe(format === 'bf16' ? 1 : 1.0078125)
       one.dispose()
     }
+  })
+
+  it('any recipe measures what its parameters keep of an update, and the result stays', async () => {
+    const shares: Record<string, number[]> = {}
+    for (const name of [
+      'fp32',
+      'bf16',
+      'bf16-pure',
+      'bf16-kahan',
+      'bf16-stochastic',
+      'collage-plus',
+      'fp8-lm-o2',
+    ] as const) {
+      const options = { steps: 4, batch: 2, optimizer: { lr: 1e-5 } }
+      using run = new Run(name, { ...options, measureUpdates: 2 })
+      using plain = new Run(name, options)
+      const seen: StepMetrics[] = []
+      for await (const metrics of run.trainer.run()) seen.push(metrics)
+      expect(seen.map(({ loss }) => loss)).toEqual(await plain.losses())
+      expect(seen.map(({ updates }) => updates !== undefined)).toEqual([false, true, false, true])
+      const { kept, read } = seen[3]?.updates ?? expect.fail()
+      shares[name] = [kept.ratio, kept.imprecision, read.ratio, read.imprecision]
+    }
+    const of = (name: string) => shares[name] as [number, number, number, number]
+    for (const name of ['fp32', 'bf16', 'bf16-kahan', 'collage-plus']) expect(of(name)[0]).toBeCloseTo(1, 2)
+    for (const name of ['fp32', 'bf16']) expect(of(name)[1], name).toBeLessThan(5)
+    expect(of('collage-plus')[1]).toBeLessThan(20) // the decay of rows that no token reads
+    // most updates of 1e-5 are less than half a step of a bf16 of 0.02
+    expect(of('bf16-pure')[1]).toBeGreaterThan(50)
+    expect(of('bf16-pure').slice(0, 2)).toEqual(of('bf16-pure').slice(2))
+    expect(of('bf16')[3]).toBeGreaterThan(50)
+    expect(of('collage-plus')[3]).toBeGreaterThan(50)
+    // random rounding keeps the mean
+    expect(of('bf16-stochastic')[0]).toBeGreaterThan(0.9)
+    expect(of('bf16-stochastic')[0]).toBeLessThan(1.1)
+    expect(() => new Run('bf16', { measureUpdates: 2, optimizerInBackward: true })).toThrow(
+      /measureUpdates is 2 and must/,
+    )
   })
 })
 

@@ -20,7 +20,8 @@ void amax(const amax_args& args) {
 
 void scale_from_amax(const scale_from_amax_args& args) {
   const float amax = *args.amax.as<float>();
-  *args.scale.as<float>() = args.format == 0 ? coat::scale_from_amax<E4M3>(amax) : coat::scale_from_amax<E5M2>(amax);
+  const float scale = args.format == 0 ? coat::scale_from_amax<E4M3>(amax) : coat::scale_from_amax<E5M2>(amax);
+  *args.scale.as<float>() = args.rounding == 0 ? scale : power_not_below(scale);
 }
 
 void scale_of(const scale_of_args& args) { *args.y.as<float>() = *args.x.scales<float>(); }

@@ -15,8 +15,9 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(X x, Rows rows, uint32_t
 
 // One thread.
 template <class Code>
-__global__ void scale_from_amax_kernel(const float* amax, float* scale) {
-  *scale = coat::scale_from_amax<Code>(*amax);
+__global__ void scale_from_amax_kernel(const float* amax, float* scale, bool pow2) {
+  const float exact = coat::scale_from_amax<Code>(*amax);
+  *scale = pow2 ? power_not_below(exact) : exact;
 }
 
 // One thread.
@@ -57,7 +58,7 @@ void amax(const amax_args& args) {
 
 void scale_from_amax(const scale_from_amax_args& args) {
   const auto kernel = args.format == 0 ? scale_from_amax_kernel<E4M3> : scale_from_amax_kernel<E5M2>;
-  launch("scale_from_amax", kernel, 1, 1, 0, args.amax.as<float>(), args.scale.as<float>());
+  launch("scale_from_amax", kernel, 1, 1, 0, args.amax.as<float>(), args.scale.as<float>(), args.rounding != 0);
 }
 
 void scale_of(const scale_of_args& args) {

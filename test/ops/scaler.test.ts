@@ -43,7 +43,7 @@ describe('scaler', () => {
           const x = own(native.make('f32', [999], device, 'temp'))
           const values = Float32Array.from({ length: 999 }, (_, i) => Math.sin(i) * size)
           native.write(x, values)
-          const scale = own(native.scale_from_amax(own(native.amax(x)), format))
+          const scale = own(native.scale_from_amax(own(native.amax(x)), format, 'exact'))
           const measured = own(native.convert(x, null, format))
           expect(await bytesOf(scale)).toEqual(await bytesOf(own(native.scale_of(measured))))
           expect(await bytesOf(own(native.convert(x, scale, format)))).toEqual(await bytesOf(measured))
@@ -52,10 +52,23 @@ describe('scaler', () => {
           const x = own(native.make('f32', [1], device, 'temp'))
           native.write(x, Float32Array.of(value))
           const top = Math.fround(3.4028234663852886e38) / (format === 'e4m3/t' ? 448 : 57344)
-          expect(await read(own(native.scale_from_amax(x, format)))).toEqual([Math.fround(top)])
+          expect(await read(own(native.scale_from_amax(x, format, 'exact')))).toEqual([Math.fround(top)])
         }
       },
     )
+
+  for (const device of devices)
+    it.skipIf(!present(device)).each([
+      [3, 'e4m3/t', 128],
+      [3, 'e5m2/t', 16384],
+      [500, 'e4m3/t', 0.5],
+      [448, 'e4m3/t', 1],
+      [Math.fround(448.0001), 'e4m3/t', 0.5],
+      [0, 'e4m3/t', 256],
+    ] as const)(`powers of two on ${device}: %d in %s is multiplied by %d`, async (value, format, expected) => {
+      const amax = await moved(tensor('f32', [1], [value]), device)
+      expect(await read(own(native.scale_from_amax(amax, format, 'pow2')))).toEqual([1 / expected])
+    })
 
   it.each(['e4m3/t', 'e5m2/t'] as const)('scale_of returns the scale stored in %s', async (format) => {
     const x = tensor(

@@ -12,7 +12,7 @@ constexpr int kUnitsOfBlock = 16;
 
 // The scales of one parameter's tensors that have one scale each: the first launch measures, the second stores.
 struct Scales {
-  enum { kP, kM, kV, kCount };
+  enum { kP, kM, kV, kMaster, kCount };
   float* scale[kCount] = {};  // null: another format
   DType type[kCount] = {};
   uint32_t max[kCount] = {};
@@ -133,12 +133,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
     item.g.kind = item.g.kind == Kind::f32 ? Kind::f32 : Kind::bf16;
   }
   const Operand source = item.master.codes ? item.master : item.p;
-  const bool scaled_p = item.p.kind == Kind::f16t;
-  const float p_scale = !scaled_p        ? 1.f
-                        : shared.measure ? *reinterpret_cast<const float*>(item.p.side)
-                                         : item.scales->old[Scales::kP];
+  const bool scaled_p = is_scaled(item.p.kind), scaled_master = item.master.codes && is_scaled(item.master.kind);
+  const float source_scale = !is_scaled(source.kind) ? 1.f
+                             : shared.measure        ? *reinterpret_cast<const float*>(source.side)
+                                              : item.scales->old[item.master.codes ? Scales::kMaster : Scales::kP];
   const float g_scale = item.g.kind == Kind::e4m3t ? *reinterpret_cast<const float*>(item.g.side) : 1.f;
-  const float p_inverse = scaled_p && !shared.measure ? 1.f / item.scales->fresh[Scales::kP] : 1.f;
+  // read where it is needed: registers are scarce
+  const auto inverse = [&](bool scaled, int slot) { return scaled ? 1.f / item.scales->fresh[slot] : 1.f; };
   uint32_t infs = 0;
 #pragma unroll 1
   for (int turn = threadIdx.x / 32; turn < kUnitsOfBlock; turn += kWarps) {
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
       if constexpr (Rule::moments == 2)
         v_codes.template decode<kWhole>(item.v, open_at<kWhole>(item.v, i, left, item.scales, Scales::kV, shared), left,
                                         v);
-      p_part.decode(source.kind, p_scale, p);
+      p_part.decode(source.kind, source_scale, p);
       g_part.decode(item.g.kind, g_scale, g);
       if (item.lost.codes) {
         lost_part.decode(item.lost.kind, 1.f, lost);
@@ -179,18 +180,21 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
       put_moment<kWhole>(item.m, i, left, m, shared, item.scales, Scales::kM, infs);
       if constexpr (Rule::moments == 2) put_moment<kWhole>(item.v, i, left, v, shared, item.scales, Scales::kV, infs);
       round(shared, item.index, i, p, kept, lost);
-      if (scaled_p) {
+      const auto see = [&](const float(&x)[E], int slot) {
         Range range;
 #pragma unroll
         for (int k = 0; k < E; ++k)
-          if (kWhole || k < left) range.add(kept[k]);
-        if (shared.measure) measure(range.max, item.scales, Scales::kP);
+          if (kWhole || k < left) range.add(x[k]);
+        if (shared.measure) measure(range.max, item.scales, slot);
         if (!shared.measure) infs += range.infs;
-      }
+      };
+      if (scaled_p) see(kept, Scales::kP);
+      if (scaled_master) see(p, Scales::kMaster);
       if (shared.measure) return;
-      if (item.master.codes) p_part.template put<kWhole>(item.master, 1.f, i, left, p);
+      if (item.master.codes)
+        p_part.template put<kWhole>(item.master, inverse(scaled_master, Scales::kMaster), i, left, p);
       if (item.lost.codes) lost_part.template put<kWhole>(item.lost, 1.f, i, left, lost);
-      p_part.template put<kWhole>(item.p, p_inverse, i, left, kept);
+      p_part.template put<kWhole>(item.p, inverse(scaled_p, Scales::kP), i, left, kept);
     });
   }
   if constexpr (!Usual || M::run != 0) count_infs_of_block(status, infs);
@@ -244,7 +248,8 @@ void run_pair(const Rule& rule, const Call& call) {
     items.push_back({M(m), Second<V>(v), operand_of(p), operand_of(at(call.master, i)), operand_of(at(call.lost, i)),
                      operand_of(call.g[i]), nullptr, n, blocks, static_cast<int64_t>(i)});
     Scales of{};
-    const Tensor* tensors[] = {&p, &m, &v};
+    const Tensor master = at(call.master, i);
+    const Tensor* tensors[] = {&p, &m, &v, &master};
     for (int slot = 0; slot < Scales::kCount; ++slot)
       if (*tensors[slot] && tensors[slot]->format.scaling == Scaling::tensor) {
         of.scale[slot] = tensors[slot]->template scales<float>();
@@ -256,7 +261,7 @@ void run_pair(const Rule& rule, const Call& call) {
   if (items.empty()) return;
   const int count = static_cast<int>(items.size());
   const bool measured = std::any_of(scales.begin(), scales.end(), [](const Scales& of) {
-    return of.scale[Scales::kP] || of.scale[Scales::kM] || of.scale[Scales::kV];
+    return std::any_of(of.scale, of.scale + Scales::kCount, [](const float* scale) { return scale != nullptr; });
   });
   // the table, and the scales behind it
   constexpr int64_t kItem = sizeof(Item<M, V>), kScales = sizeof(Scales);

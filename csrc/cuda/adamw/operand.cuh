@@ -5,6 +5,7 @@
 namespace coat::cuda::generic {
 
 enum class Kind : uint8_t { f32, bf16, bf16x2, f16t, e4m3t };
+__host__ __device__ constexpr bool is_scaled(Kind kind) { return kind == Kind::f16t || kind == Kind::e4m3t; }
 
 // A parameter, its master, what its rounding has lost, or a gradient.
 struct Operand {
@@ -82,6 +83,10 @@ struct Part {
 #pragma unroll
       for (int k = 0; k < E; ++k) half.code[k].code = Float16::encode(x[k] * inverse);
       half.template put<Whole>(reinterpret_cast<Float16*>(to.codes), i, left);
+    } else if (to.kind == Kind::e4m3t) {
+#pragma unroll
+      for (int k = 0; k < E; ++k) byte.code[k].code = E4M3::encode(x[k] * inverse);
+      byte.template put<Whole>(reinterpret_cast<E4M3*>(to.codes), i, left);
     } else {
 #pragma unroll
       for (int k = 0; k < E; ++k) two.high.code[k].code = BFloat16::encode(x[k]);

@@ -1,0 +1,129 @@
+// Gradients of several ranks in FP8 (FP8-LM, arXiv 2310.18313): one scale for all, the factor that keeps their sum within the
+// format, and which rank keeps the states of which tensors.
+import { CoatError, native } from './native.ts'
+import { scope, Tensor } from './tensor.ts'
+
+/** A sum of gradients as FP8 codes; the mean is its value by `count`. */
+export interface GradientSum {
+  sum: Tensor
+  count: number
+}
+
+/**
+ * The sum of the ranks' gradients, plain and of one shape, as FP8 arithmetic makes it: all are rounded to e4m3 with the scale
+ * of the largest of them, a power of two, by `mu`; what the sum has above the largest code saturates (section 2.1, equations 4
+ * to 6). Nothing is read back.
+ */
+export function sumGradients(ranks: readonly Tensor[], mu = 1): GradientSum {
+  const [first, ...others] = ranks
+  if (!first || !(mu > 0 && Number.isFinite(mu)))
+    throw new CoatError(
+      `sumGradients: ranks are ${ranks.length} and mu is ${mu}, which must be at least 1 and a number above 0`,
+      'value',
+      'sumGradients',
+      first ? 'mu' : 'ranks',
+    )
+  return scope(() => {
+    const { device } = first
+    const amax = Tensor.zeros([1], { device })
+    for (const rank of ranks) native.observe_amax(amax.handle, rank.amax().handle)
+    const scale = Tensor.own(native.scale_from_amax(amax.handle, 'e4m3/t', 'pow2'))
+    native.multiply_into(scale.handle, Tensor.from([1 / mu], [1], { device }).handle)
+    const rounded = (rank: Tensor) => {
+      const codes = Tensor.own(native.convert(rank.handle, scale.handle, 'e4m3/t'))
+      return Tensor.own(native.convert(codes.handle, null, 'f32'))
+    }
+    const total = rounded(first)
+    for (const rank of others) scope(() => native.add_into(total.handle, rounded(rank).handle))
+    return { sum: Tensor.own(native.convert(total.handle, scale.handle, 'e4m3/t')), count: ranks.length }
+  })
+}
+
+/** The part of the codes of an e4m3/t tensor that are the largest: what may have saturated. Reads it back. */
+export async function saturatedShare(tensor: Tensor): Promise<number> {
+  if (tensor.format !== 'e4m3/t')
+    throw new CoatError(
+      `saturatedShare: tensor ${tensor.format}[${tensor.shape.join(', ')}] must be e4m3/t`,
+      'format',
+      'saturatedShare',
+      'tensor',
+    )
+  const codes = (await tensor.readBytes()).subarray(0, tensor.numel)
+  return tensor.numel === 0
+    ? 0
+    : codes.reduce((count, code) => count + Number((code & 0x7f) === 0x7e), 0) / tensor.numel
+}
+
+/**
+ * Two readings of the paper's rule. `absolute`: mu becomes 1/2 when values saturate and grows to 2 within `window` steps.
+ * `relative`, as MS-AMP's pull request 140 has it: mu is halved when values saturate and doubles within `window` steps,
+ * beginning at 1 / sqrt(ranks).
+ */
+export type MuReading = 'absolute' | 'relative'
+
+export interface MuOptions {
+  reading?: MuReading
+  ranks: number
+  /** Share of saturated values above which mu shrinks (default 1e-5). */
+  threshold?: number
+  /** Steps of growth (default 1000). */
+  window?: number
+  /** Bounds of the relative reading (default 2^-16 and 1: more than 1 can only saturate more). */
+  bounds?: readonly [number, number]
+}
+
+/** The automatic factor mu, from the shares of saturated values of steps before. */
+export class AutomaticMu {
+  readonly options: Required<MuOptions>
+  value: number
+
+  constructor(options: MuOptions) {
+    const full = { reading: 'relative', threshold: 1e-5, window: 1000, bounds: [2 ** -16, 1], ...options } as const
+    const demand = (name: keyof MuOptions, holds: boolean, rule: string) => {
+      if (!holds)
+        throw new CoatError(`AutomaticMu: ${name} is ${full[name]} and must be ${rule}`, 'value', 'AutomaticMu', name)
+    }
+    demand('reading', ['absolute', 'relative'].includes(full.reading), 'absolute or relative')
+    demand('ranks', Number.isSafeInteger(full.ranks) && full.ranks >= 1, 'an integer of at least 1')
+    demand('threshold', full.threshold >= 0 && full.threshold < 1, 'at least 0 and less than 1')
+    demand('window', Number.isSafeInteger(full.window) && full.window >= 1, 'an integer of at least 1')
+    demand('bounds', full.bounds[0] > 0 && full.bounds[0] <= full.bounds[1], 'two numbers above 0 in their order')
+    this.options = full
+    this.value = full.reading === 'absolute' ? 1 : this.#bounded(1 / Math.sqrt(full.ranks))
+  }
+
+  /** After a step in which this share of the values saturated. */
+  update(share: number): void {
+    const { reading, threshold, window } = this.options
+    const saturates = share > threshold
+    if (reading === 'absolute') this.value = saturates ? 0.5 : Math.min(2, this.value * 4 ** (1 / window))
+    else this.value = this.#bounded(this.value * (saturates ? 0.5 : 2 ** (1 / window)))
+  }
+
+  #bounded(value: number): number {
+    const [low, high] = this.options.bounds
+    return Math.min(high, Math.max(low, value))
+  }
+}
+
+/**
+ * Whole tensors to ranks (algorithm 1): the largest first, each to the rank that has least so far, the lower one of equals.
+ * Returns the places of the tensors in `sizes`, by rank: tensors with one scale each are not cut.
+ */
+export function partitionWhole(sizes: readonly number[], ranks: number): number[][] {
+  if (!Number.isSafeInteger(ranks) || ranks < 1)
+    throw new CoatError(
+      `partitionWhole: ranks is ${ranks} and must be an integer of at least 1`,
+      'value',
+      'partitionWhole',
+      'ranks',
+    )
+  const parts = Array.from({ length: ranks }, () => ({ load: 0, places: [] as number[] }))
+  const order = sizes.map((size, place) => ({ size, place })).sort((a, b) => b.size - a.size || a.place - b.place)
+  for (const { size, place } of order) {
+    const least = parts.reduce((best, part) => (part.load < best.load ? part : best))
+    least.load += size
+    least.places.push(place)
+  }
+  return parts.map(({ places }) => places)
+}
