@@ -82,15 +82,9 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t k_full = q_empty + 8 * kQuerySlots, k_empty = k_full + 8 * kSlots;
   const uint32_t v_full = k_empty + 8 * kSlots, v_empty = v_full + 8 * kSlots;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQuerySlots; ++i) {
-      barrier_init(q_full + 8 * i, 1);
-      barrier_init(q_empty + 8 * i, 8);
-    }
-    for (int i = 0; i < kSlots; ++i)
-      for (const uint32_t of : {k_full, v_full}) {
-        barrier_init(of + 8 * i, 1);
-        barrier_init(of + 8 * (kSlots + i), 2);
-      }
+    barriers_of_ring(q_full, kQuerySlots, 8);
+    barriers_of_ring(k_full, kSlots, 2);
+    barriers_of_ring(v_full, kSlots, 2);
     barrier_init_done();
   }
   __syncthreads();

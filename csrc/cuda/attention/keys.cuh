@@ -40,14 +40,8 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t own_full = shared_address(barriers), own_empty = own_full + 8 * kOwnSlots;
   const uint32_t full = own_empty + 8 * kOwnSlots, empty = full + 8 * kSlots;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kOwnSlots; ++i) {
-      barrier_init(own_full + 8 * i, 1);
-      barrier_init(own_empty + 8 * i, 8);
-    }
-    for (int i = 0; i < kSlots; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 8);
-    }
+    barriers_of_ring(own_full, kOwnSlots, 8);
+    barriers_of_ring(full, kSlots, 8);
     barrier_init_done();
   }
   __syncthreads();

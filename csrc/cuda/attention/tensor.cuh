@@ -140,6 +140,15 @@ struct Ring {
   }
 };
 
+// The barriers of such a ring, from `full` on: those that the copy engine fills, then those that so many arrivals
+// empty.
+__device__ inline void barriers_of_ring(uint32_t full, int slots, uint32_t arrivals) {
+  for (int i = 0; i < slots; ++i) {
+    barrier_init(full + 8 * i, 1);
+    barrier_init(full + 8 * (slots + i), arrivals);
+  }
+}
+
 // The two warpgroups of a block take turns at the tensor cores: one multiplies while the other is at its softmax. Both
 // take as many turns.
 struct Turns {
