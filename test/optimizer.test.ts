@@ -271,7 +271,9 @@ it('refuses what a step cannot take', () => {
   optimizer.dispose()
   expect(failure(() => optimizer.step(1)).message).toBe('adamw: the optimizer was disposed')
   const master = { ...model.recipe, master: 'bf16' as never }
-  expect(failure(() => new AdamW(model, master)).message).toMatch(/the recipe's master is bf16 and must be f32 or null/)
+  expect(failure(() => new AdamW(model, master)).message).toMatch(
+    /the recipe's master is bf16 and must be f32, f16\/t or null/,
+  )
 })
 
 it.each(['e4m3/g128', 'u8/g256', 'u4/g128', 'f16/t'] as const)('refuses v %s with a slow second beta', (v) => {
