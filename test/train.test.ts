@@ -103,7 +103,7 @@ describe('a configuration', () => {
         'optimizer.betas is [1] and must be a list of 2 numbers',
         'optimizer.learningRate is unknown; the keys are rule, lr, weightDecay, rounding, seed, parameters, betas, eps, vFloor, allowUnsafe',
         'optimizer.momentum is unknown; the keys are rule, lr, weightDecay, rounding, seed, parameters, betas, eps, vFloor, allowUnsafe',
-        `recipe is "cot" and must be one of ${names}, or all axes of one: recipe: 'cot' is unknown; the recipes are ${names}`,
+        `recipe is "cot" and must be one of ${names}, changes of one as { base, … }, or all axes: recipe: 'cot' is unknown; the recipes are ${names}`,
         'schedule.name is "cosin" and must be one of constant, linear, cosine, wsd',
         'validate.every is missing',
       ].sort(),

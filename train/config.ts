@@ -86,7 +86,7 @@ const anyRecipe: Check = (value) => {
     recipe(value as RunConfig['recipe'])
     return null
   } catch (error) {
-    return `one of ${Object.keys(recipes).join(', ')}, or all axes of one: ${(error as Error).message}`
+    return `one of ${Object.keys(recipes).join(', ')}, changes of one as { base, … }, or all axes: ${(error as Error).message}`
   }
 }
 
