@@ -35,11 +35,11 @@ rope_args turn_back_of(const attention_backward_args& args) {
   return turn;
 }
 
-amax_args amax_of(const attention_backward_args& args) {
+amax_args amax_of(const Tensor& x, const Tensor& y) {
   amax_args measure;
-  measure.device = args.device;
-  measure.x = args.dqkv;
-  measure.y = args.amax;
+  measure.device = x.device;
+  measure.x = x;
+  measure.y = y;
   return measure;
 }
 

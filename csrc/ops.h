@@ -90,9 +90,8 @@ namespace coat {
 #undef ENUM
 #undef ONLY
 
-// What ends attention_backward where it is not part of the kernels: turning the gradients of q and k back, and
-// measuring.
+// What ends an op where it is not part of the kernels: turning the gradients of q and k back, and measuring x into y.
 rope_args turn_back_of(const attention_backward_args& args);
-amax_args amax_of(const attention_backward_args& args);
+amax_args amax_of(const Tensor& x, const Tensor& y);
 
 }  // namespace coat

@@ -43,12 +43,7 @@ void rmsnorm_backward(const rmsnorm_backward_args& args) {
     }
     dx.write(row * N, (row + 1) * N, out);
   });
-  if (args.amax) {
-    amax_args measure;
-    measure.x = args.dx;
-    measure.y = args.amax;
-    amax(measure);
-  }
+  if (args.amax) amax(amax_of(args.dx, args.amax));
   Writer(args.dw, {}).write(0, N, dw.data());
 }
 

@@ -191,7 +191,7 @@ void attention_backward(const attention_backward_args& given) {
     }
   });
   if (args.table) rope(turn_back_of(args));
-  if (args.amax) amax(amax_of(args));
+  if (args.amax) amax(amax_of(args.dqkv, args.amax));
 }
 
 }  // namespace coat::cpu

@@ -55,7 +55,7 @@ void attention_backward(const attention_backward_args& args) {
     attention_backward_generic(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv);
   }
   if (args.table) rope(turn_back_of(args));
-  if (args.amax) amax(amax_of(args));
+  if (args.amax) amax(amax_of(args.dqkv, args.amax));
 }
 
 }  // namespace coat::cuda
