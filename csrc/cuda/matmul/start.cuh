@@ -41,15 +41,22 @@ void start(const Start<Y, Scales>& s) {
   const CUtensorMap y_map =
       p.by_tiles ? tensor_map(name, s.to, kSizeY, s.call.M, s.width, s.width, 64) : a_map;  // a_map: not used
   const int64_t work = int64_t{p.down} * p.across * p.splits;
-  const auto clusters = static_cast<unsigned>(std::min<int64_t>(work, multiprocessors() / Shape::kCluster));
-  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape, Scales>, clusters * Shape::kCluster,
-                  Shape::kThreads, Shape::kCluster, Shape::kShared, a_map, b_map, y_map, p, s.y, s.scales);
+  // where parts meet, every cluster has one tile, however many of them run at once
+  const int64_t most = Shape::kMeets ? work : multiprocessors() / Shape::kCluster;
+  const auto blocks = static_cast<unsigned>(std::min(work, most) * Shape::kCluster);
+  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape, Scales>, blocks, Shape::kThreads,
+                  Shape::kCluster * (Shape::kMeets ? p.splits : 1), Shape::kShared, a_map, b_map, y_map, p, s.y,
+                  s.scales);
 }
 
 template <class A, class Scales>
 inline constexpr Operands operands_of = sizeof(A) == 2    ? Operands::bf16
                                         : Scales::kOfRuns ? Operands::fp8_runs
                                                           : Operands::fp8;
+
+// Whether there are kernels in which parts of K meet; the sums of others go through memory.
+template <class Scales>
+inline constexpr bool kPartsMeet = std::is_same_v<Scales, NoScales>;
 
 template <int Row, class Use>
 void each_shape(Use&& use) {
@@ -62,8 +69,12 @@ void start_shape(const Start<Y, Scales>& s) {
   static_assert(sizeof(A) == sizeof(B));
   constexpr Operands kOperands = operands_of<A, Scales>;
   each_shape<0>([&]<int Row>() {
-    if constexpr (kShapes[Row].step[static_cast<int>(kOperands)] != 0)
-      if (s.plan.shape == Row) start<A, B, AlongA, AlongB, ShapeOf<Row>>(s);
+    if constexpr (kShapes[Row].step[static_cast<int>(kOperands)] != 0) {
+      if (s.plan.shape != Row) return;
+      if constexpr (kShapes[Row].parts_meet && kPartsMeet<Scales>)
+        if (s.plan.meet) return start<A, B, AlongA, AlongB, ShapeOf<Row, true>>(s);
+      start<A, B, AlongA, AlongB, ShapeOf<Row>>(s);
+    }
   });
 }
 
@@ -79,8 +90,8 @@ void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>);
-  if (plan.splits == 1) {
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>, kPartsMeet<Scales>);
+  if (plan.splits == 1 || plan.meet) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;
       start_shape<A, B, AlongA, AlongB>(
