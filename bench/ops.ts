@@ -333,6 +333,13 @@ export const opCases: readonly OpCase[] = [
   { op: 'gelu_forward', sizes: rows, formats: { x: 'e4m3/g16', y: 'e4m3/t' } },
   { op: 'gelu_backward', sizes: rows, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'bf16' } },
   { op: 'rope', sizes: attention, formats: { qkv: 'bf16', table: 'f32' }, numbers: { direction: 1 } },
+  {
+    op: 'matmul_nt_rope',
+    sizes: { ...attention, B: 1, K: 128 },
+    large: [{ B: 8, T: 2048, H: 32, J: 32, D: 128, K: 4096 }],
+    formats: { a: 'e4m3/t', b: 'e4m3/t', table: 'f32', y: 'bf16' },
+    flops: ({ B = 1, T = 1, H = 1, J = 1, D = 1, K = 1 }) => 2 * B * T * (H + 2 * J) * D * K,
+  },
   attentionCase('attention_forward', attentionForward, attentionChanges),
   attentionCase('attention_forward', { ...attentionForward, starts: 'i32' }, [{}]),
   attentionCase('attention_backward', attentionBackward, attentionChanges),

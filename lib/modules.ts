@@ -237,8 +237,8 @@ export class Linear extends Module {
       : null
   }
 
-  forward(x: Tensor): Tensor {
-    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats, this.scales)
+  forward(x: Tensor, turn: ops.HeadTurn | null = null): Tensor {
+    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats, this.scales, turn)
   }
 
   /** forward(swiglu(x)): x [M, 2·inputs] → [M, outputs]; consumes x. */
@@ -419,13 +419,16 @@ export class Attention extends Module {
       const rotation = theta === null ? null : { theta, scaling: ropeScaling ?? null }
       return this.output.forward(past.attend(this, this.qkv.forward(x), { heads, kvHeads, headDim, rotation, window }))
     }
-    const mixed = ops.attention(this.qkv.forward(x), {
+    const rope = this.#table(sequence)
+    const turn = rope && ops.turnsHeads(this.qkv.formats) ? { rope, starts, heads, kvHeads, headDim } : null
+    const mixed = ops.attention(this.qkv.forward(x, turn), {
       sequence,
       heads,
       kvHeads,
       headDim,
       causal,
-      rope: this.#table(sequence),
+      rope,
+      turned: turn !== null,
       starts,
       window,
       saved: this.saved,

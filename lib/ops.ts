@@ -48,12 +48,13 @@ export function linear(
   b: Tensor | null,
   formats: LinearFormats,
   scales: LinearScales | null = null,
+  turn: HeadTurn | null = null,
 ): Tensor {
   const tape = recordedBy(x, w, b)
   scales?.x.give(x, tape !== null)
   scales?.w.give(w, tape !== null)
   const xq = x.as(formats.x)
-  const y = product(xq, w, b, formats)
+  const y = product(xq, w, b, formats, turn)
   if (!tape) return y
   const across = hasRuns(formats.x)
   const kept = across && w.requiresGrad ? x.as(formats.x, { transposed: true }) : xq
@@ -73,9 +74,35 @@ export function linear(
 const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
 
 /** x wᵀ + b of an operand x [M, K]. */
-function product(xq: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
-  const wq = w.as(formats.w)
-  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
+/** How q and k of the rows of a product are turned by position (`ropeTable`); the gradient of attention turns back. */
+export type HeadTurn = Pick<AttentionOptions, 'starts' | 'heads' | 'kvHeads' | 'headDim'> & { rope: Tensor }
+
+/** Whether `linear` can turn what it makes, before its one rounding. */
+export function turnsHeads({ x, y }: LinearFormats): boolean {
+  return y === 'bf16' && (x === 'bf16' || x === 'e4m3/t')
+}
+
+function product(
+  xq: Tensor,
+  w: Tensor,
+  b: Tensor | null,
+  formats: LinearFormats,
+  turn: HeadTurn | null = null,
+): Tensor {
+  const [x, wq, bias] = [xq.handle, w.as(formats.w).handle, b?.handle ?? null]
+  const handle = turn
+    ? native.matmul_nt_rope(
+        turn.rope.handle,
+        x,
+        wq,
+        bias,
+        turn.starts?.handle ?? null,
+        turn.heads,
+        turn.kvHeads,
+        turn.headDim,
+      )
+    : native.matmul_nt(x, wq, bias, formats.y, null)[0]
+  const y = Tensor.own(handle, formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
   return y
@@ -374,6 +401,8 @@ export interface AttentionOptions {
   causal: boolean
   /** Cosines and sines f32 [T, D] (`ropeTable`), or null for no rotation. */
   rope: Tensor | null
+  /** Whether q and k come turned (`linear` with a turn), so that only their gradients are left to be. */
+  turned?: boolean
   /** Where the document of each row begins, i32 [B·T] (`documentStarts`): rows see, and count positions from, their own. */
   starts?: Tensor | null
   /** A row sees those less than `window` rows away (default 0: all). */
@@ -388,14 +417,14 @@ export interface AttentionOptions {
 
 /**
  * Softmax attention on packed rows: qkv [B·T, (H + 2J)·D] → [B·T, H·D], J key/value heads shared by H query heads.
- * Consumes qkv: RoPE turns it in place.
+ * Consumes qkv: RoPE turns it in place, unless it comes turned.
  */
 export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   const { sequence: T, heads: H, kvHeads: J, headDim: D, rope, starts = null, window = 0, saved } = options
   const scale = 1 / Math.sqrt(D)
   const causal = options.causal ? 1 : 0
   const documents = starts?.handle ?? null
-  if (rope) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
+  if (rope && !options.turned) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
   const format = qkv.format as Plain
   const [outHandle, lseHandle] = native.attention_forward(
     qkv.handle,

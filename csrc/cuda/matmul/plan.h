@@ -39,10 +39,10 @@ inline int64_t tiles_of(const ShapeRow& shape, int64_t M, int64_t N) {
   return (M + shape.rows - 1) / shape.rows * ((N + shape.columns - 1) / shape.columns);
 }
 
-// The shape and the number of parts that are ready first by an estimate; `may_meet`: parts of K. The number of
-// multiprocessors is that of an H100 and an H200, not that of the device: parts of K set the order of sums, so equal
-// sizes must give equal parts.
-inline Plan plan_of(int64_t M, int64_t N, int64_t steps, Operands operands, bool may_meet) {
+// The shape and the number of parts that are ready first by an estimate; `may_meet`: parts of K; `whole`: there are to
+// be none. The number of multiprocessors is that of an H100 and an H200, not that of the device: parts of K set the
+// order of sums, so equal sizes must give equal parts.
+inline Plan plan_of(int64_t M, int64_t N, int64_t steps, Operands operands, bool may_meet, bool whole = false) {
   constexpr double kProcessors = 132;
   constexpr double kL2 = 11e6;                // bytes a microsecond that L2 gives
   constexpr double kEnd = 1.5;                // microseconds from sums to y
@@ -56,7 +56,7 @@ inline Plan plan_of(int64_t M, int64_t N, int64_t steps, Operands operands, bool
     if (alone == 0) continue;
     const double tiles = static_cast<double>(tiles_of(shape, M, N)), clusters = kProcessors / shape.cluster;
     const double bytes = 128 * (shape.rows + shape.columns);  // of a cluster, a step
-    for (int64_t parts = 1; parts <= std::clamp<int64_t>(steps / kFewest, 1, kMost); ++parts) {
+    for (int64_t parts = 1; parts <= (whole ? 1 : std::clamp<int64_t>(steps / kFewest, 1, kMost)); ++parts) {
       const int64_t chunk = (steps + parts - 1) / parts, splits = (steps + chunk - 1) / chunk;
       const double work = tiles * static_cast<double>(splits), at_once = std::min(work, clusters);
       const double waves = static_cast<double>(static_cast<int64_t>((work + clusters - 1) / clusters));

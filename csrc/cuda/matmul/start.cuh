@@ -55,8 +55,8 @@ inline constexpr Operands operands_of = sizeof(A) == 2    ? Operands::bf16
                                                           : Operands::fp8;
 
 // Whether there are kernels in which parts of K meet; the sums of others go through memory.
-template <class Scales>
-inline constexpr bool kPartsMeet = std::is_same_v<Scales, NoScales>;
+template <class Y, class Scales>
+inline constexpr bool kPartsMeet = std::is_same_v<Scales, NoScales> && !std::is_same_v<Y, Turned>;
 
 template <int Row, class Use>
 void each_shape(Use&& use) {
@@ -71,7 +71,7 @@ void start_shape(const Start<Y, Scales>& s) {
   each_shape<0>([&]<int Row>() {
     if constexpr (kShapes[Row].step[static_cast<int>(kOperands)] != 0) {
       if (s.plan.shape != Row) return;
-      if constexpr (kShapes[Row].parts_meet && kPartsMeet<Scales>)
+      if constexpr (kShapes[Row].parts_meet && kPartsMeet<Y, Scales>)
         if (s.plan.meet) return start<A, B, AlongA, AlongB, ShapeOf<Row, true>>(s);
       start<A, B, AlongA, AlongB, ShapeOf<Row>>(s);
     }
@@ -90,12 +90,15 @@ void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>, kPartsMeet<Scales>);
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>,
+                            kPartsMeet<BF16, Scales>, call.turn.table != nullptr);
   if (plan.splits == 1 || plan.meet) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;
+      V y = view;
+      if constexpr (std::is_same_v<V, Turned>) y.turn = call.turn;
       start_shape<A, B, AlongA, AlongB>(
-          Start<V, Scales>{call, a, b, plan, call.result(), view, call.y.data, call.N, 0, scales});
+          Start<V, Scales>{call, a, b, plan, call.result(), y, call.y.data, call.N, 0, scales});
     });
     return;
   }
