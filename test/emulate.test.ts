@@ -136,6 +136,14 @@ describe('updates', () => {
     expect(fall(near)).toBeLessThan(0.2 * fall(plain))
   })
 
+  it.each(['wang-152', 'gupta-fixed'] as const)('%s learns with sgd nearly what fp32 does', async (base) => {
+    const options = { steps: 40, optimizer: sgd({ lr: 0.3 }) }
+    const [ours, plain] = [await losses({ base }, options), await losses({ base: 'fp32' }, options)]
+    expect(plain[0] as number).toBeGreaterThan(5)
+    expect(plain.at(-1)).toBeLessThan(3)
+    expect(Math.abs((ours.at(-1) as number) - (plain.at(-1) as number))).toBeLessThan(0.1)
+  })
+
   it.each(['wang-152', 'gupta-fixed'] as const)('%s resumed goes on bit for bit', async (base) => {
     const dir = mkdtempSync(join(tmpdir(), 'coat-emulate-'))
     const options = { steps: 6, optimizer: sgd({ lr: 0.1 }) }
