@@ -189,8 +189,8 @@ struct Int8 {
   static constexpr uint8_t nan = 0x80;
   static COAT_HD constexpr float max() { return 127.f; }
   static COAT_HD uint8_t encode(float x) {
-    const float c = x > max() ? max() : (x < -max() ? -max() : x);
-    const uint32_t whole = bits_of(c + kRoundToInteger) - bits_of(kRoundToInteger);
+    const float above = x > -max() ? x : -max(), c = above < max() ? above : max();
+    const uint32_t whole = bits_of(c + kRoundToInteger);  // its lowest byte
     return static_cast<uint8_t>(x == x ? whole : nan);
   }
   static COAT_HD float decode(uint8_t code) {
