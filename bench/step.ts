@@ -1,5 +1,6 @@
 // Trainer steps on random tokens: time and its parts, tokens and operations a second, bytes by purpose, and what backward
 // keeps by op and format.
+import { stepsBeforeGraph } from '../lib/graph.ts'
 import {
   type Batch,
   type Dataset,
@@ -23,7 +24,7 @@ import { makeRow, peakRows, type Row, recipeRows } from './row.ts'
 export interface StepOptions extends SizeOptions {
   device: Device
   recipes: readonly NamedRecipe[]
-  /** Steps that count, after one that does not. */
+  /** Steps that count, after one that does not, or with graphs those that run without and the one that is recorded. */
   steps: number
   batch: number
   /** Bytes that tensors may hold together. */
@@ -34,7 +35,7 @@ export interface StepOptions extends SizeOptions {
 
 export const stepDefaults = { steps: 5, batch: 8, sequence: 256 }
 
-/** Milliseconds of one step's parts; `host` is what queueing them took. */
+/** Milliseconds of one step's parts; `host` is what queueing them took. With graphs forward stands for backward, too. */
 export interface Parts {
   forward: number
   backward: number
@@ -62,12 +63,13 @@ export async function stepBench(options: StepOptions): Promise<StepResult[]> {
   for (const recipe of options.recipes) {
     const savedBy = async (layers: number) => peakOf((await train(recipe, { ...options, layers }, 1)).steps).saved
     const more = (await savedBy(2)) - (await savedBy(1))
-    const result = await train(recipe, options, options.steps + 1)
+    const before = options.trainer?.graph === true ? stepsBeforeGraph + 1 : 1
+    const result = await train(recipe, options, options.steps + before)
     results.push({
       ...result,
       recipe: recipe.name,
-      steps: result.steps.slice(1),
-      parts: result.parts.slice(1),
+      steps: result.steps.slice(before),
+      parts: result.parts.slice(before),
       savedPerTokenAndLayer: more / (options.batch * options.sequence),
     })
   }

@@ -37,6 +37,7 @@ export interface RunConfig {
   recompute?: Recompute
   optimizerInBackward?: boolean
   cacheWeights?: boolean
+  graph?: boolean
   optimizer: { rule: 'adamw' | 'lion' | 'sgd'; [name: string]: unknown }
   schedule: { name: 'constant' | 'linear' | 'cosine' | 'wsd'; warmup?: number; floor?: number; decay?: number }
   spike?: { sigma: number; window?: number }
@@ -136,6 +137,7 @@ function shapeOf(config: Record<string, unknown>): Shape {
     recompute: oneOf(...recomputes),
     optimizerInBackward: flag,
     cacheWeights: flag,
+    graph: flag,
     optimizer: {
       rule: oneOf(...Object.keys(rules)),
       lr: number(0),

@@ -48,7 +48,7 @@ export async function train(
   const tokenizer = await tokenizerOf(config)
   const { data, vocabulary } = await dataOf(config, tokenizer)
   using model = await modelOf(config, where, vocabulary)
-  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights } = config
+  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights, graph } = config
   for (const pattern of config.freeze) freeze(model, pattern)
   using trainer = new Trainer(model, {
     data,
@@ -63,6 +63,7 @@ export async function train(
     ...(recompute ? { recompute } : {}),
     ...(optimizerInBackward ? { optimizerInBackward } : {}),
     ...(cacheWeights ? { cacheWeights } : {}),
+    ...(graph ? { graph } : {}),
     ...(validate ? { validate } : {}),
     ...(checkpoint ? { checkpoint: { ...checkpoint, dir: join(out, 'checkpoints') } } : {}),
   })
