@@ -16,8 +16,9 @@ import {
   Trainer,
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
-import { claim, Progress, writeWhole } from '../lib/report.ts'
+import { claim, Progress } from '../lib/report.ts'
 import { corpus } from './corpus.ts'
+import { checkSetup, fileNameOf } from './kept.ts'
 import type { NamedRecipe } from './options.ts'
 import { appendRows, makeRow, parseRows, type Row } from './row.ts'
 
@@ -78,7 +79,7 @@ export async function fidelityBench(options: FidelityOptions): Promise<{ rows: R
   // the others' rows are compared with its own
   const recipes = [...options.recipes].sort((a, b) => Number(b.name === 'bf16') - Number(a.name === 'bf16'))
   claim(join(dir, 'rows.jsonl'))
-  checkSetup(options)
+  checkSetup('fidelity', dir, setupOf(options))
   const texts = corpus()
   let complete = true
   if (branchFrom === undefined) {
@@ -98,21 +99,9 @@ export async function fidelityBench(options: FidelityOptions): Promise<{ rows: R
   return { rows: doneRows(dir), complete }
 }
 
-/** A folder is for one set-up: its runs are compared with each other. */
-function checkSetup(options: FidelityOptions): void {
-  const { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail, device } = options
-  const setup = { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail, device: device.kind }
-  const file = join(options.dir, 'setup.json')
-  if (!existsSync(file)) writeWhole(file, `${JSON.stringify(setup)}\n`)
-  const known = JSON.parse(readFileSync(file, 'utf8')) as Record<string, unknown>
-  for (const [name, value] of Object.entries(setup))
-    if (known[name] !== value)
-      throw new CoatError(
-        `fidelity: ${name} is ${value}, and ${known[name]} in ${file}; take another folder`,
-        'value',
-        'fidelity',
-        name,
-      )
+function setupOf({ device, ...options }: FidelityOptions) {
+  const { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail } = options
+  return { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail, device: device.kind }
 }
 
 function doneRows(dir: string): Row[] {
@@ -243,7 +232,7 @@ async function wholeRun(
   const identity = wholeIdentity(options, seed)
   if (rowOf(options, recipe.name, identity)) return true
   if (options.spent?.()) return false
-  const name = `${recipe.name.replace(/[^\w.=+-]/g, '_')}-seed${seed}`
+  const name = `${fileNameOf(recipe.name)}-seed${seed}`
   {
     using model = modelOf(recipe, seed, options)
     using trainer = trainerOf(model, texts, seed, options)

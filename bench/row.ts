@@ -54,6 +54,19 @@ export interface Row {
   build: { node: string; cuda: string | null }
 }
 
+/** Where and when something is measured. */
+export type Origin = Pick<Row, 'gpu' | 'commit' | 'date' | 'build'>
+
+export function originOf(device: Row['device']): Origin {
+  return {
+    gpu: null,
+    commit: commit(),
+    date: new Date().toISOString(),
+    build: { node: process.versions.node, cuda: null },
+    ...(device === 'cuda' ? gpuFields() : {}),
+  }
+}
+
 /** A row from its measurements; what is left out has its usual value. */
 export function makeRow(
   fields: Pick<Row, 'kind' | 'name' | 'metric' | 'unit'> & Partial<Row>,
@@ -63,17 +76,13 @@ export function makeRow(
     schema: 1,
     recipe: null,
     device: 'cpu',
-    gpu: null,
     formats: {},
     median: percentile(measured, 50),
     p20: percentile(measured, 20),
     p80: percentile(measured, 80),
     n: measured.length,
     baseline: null,
-    commit: commit(),
-    date: new Date().toISOString(),
-    build: { node: process.versions.node, cuda: null },
-    ...(fields.device === 'cuda' ? gpuFields() : {}),
+    ...originOf(fields.device ?? 'cpu'),
     ...fields,
     shape: { ...(fields.device === 'cuda' ? {} : { threads: native.threads() }), ...fields.shape },
   }
