@@ -7,11 +7,10 @@ import {
   CoatError,
   cosine,
   type Device,
+  handOver,
   LlamaForCausalLM,
   type Param,
   saveCheckpoint,
-  scope,
-  Tensor,
   TextDataset,
   Trainer,
 } from '../lib/index.ts'
@@ -274,7 +273,7 @@ async function branchRuns(
     if (options.spent?.()) return false
     using model = modelOf(recipe, seed, options)
     using trainer = trainerOf(model, texts, 1000 * seed + order, options)
-    await take(trainer, base, twin)
+    await handOver(base, trainer, twin ? move : null)
     const losses: number[] = []
     using progress = new Progress(`${recipe.name} order ${order}${twin ? ' twin' : ''}`, from + branchSteps)
     while (trainer.optimizer.steps < from + branchSteps) {
@@ -288,31 +287,6 @@ async function branchRuns(
   return true
 }
 
-/** Gives a trainer the weights, moments and step of another one, each in its own formats. */
-async function take(trainer: Trainer, base: Trainer, twin: number): Promise<void> {
-  const params = new Map(base.optimizer.params.map((param) => [param.name, param]))
-  for (const [i, param] of trainer.optimizer.params.entries()) {
-    const from = params.get(param.name) as Param
-    const old = base.optimizer.stateOf(from)
-    const own = trainer.optimizer.stateOf(param)
-    const values = (await (old.master ?? from.tensor).read()) as Float32Array
-    if (twin) await move(values, param, i)
-    param.write(values)
-    const { master } = own
-    if (master)
-      scope(() => {
-        const { shape, format, device } = master
-        native.assign(master.handle, Tensor.from(values, shape, { format, device }).handle)
-      })
-    for (const moment of ['m', 'v'] as const) {
-      const [source, target] = [old[moment], own[moment]]
-      if (source && target) await copyInto(target.handle, source.handle, target.format, moment)
-    }
-  }
-  trainer.optimizer.steps = base.optimizer.steps
-  trainer.batches = base.batches
-}
-
 /** Adds normal numbers to the values of a matrix. */
 async function move(values: Float32Array, { tensor }: Param, seed: number): Promise<void> {
   const [rows, columns] = tensor.shape
@@ -321,26 +295,4 @@ async function move(values: Float32Array, { tensor }: Param, seed: number): Prom
   const added = new Float32Array(await native.read(noise))
   native.free(noise)
   for (let i = 0; i < values.length; i++) values[i] = (values[i] as number) + (added[i] as number)
-}
-
-// Second moments are divided by: formats that would store the small ones as 0 have a conversion that does not.
-const floored =
-  native
-    .table()
-    .find(({ name }) => name === 'convert_floored')
-    ?.arguments.at(-1)?.formats ?? []
-
-async function copyInto(
-  target: number,
-  source: number,
-  format: Parameters<typeof native.convert>[2] | string,
-  moment: 'm' | 'v',
-) {
-  const convert = moment === 'v' && (floored as string[]).includes(format) ? native.convert_floored : native.convert
-  const made = (convert as (x: number, scale: null, y: string) => number)(source, null, format)
-  try {
-    native.write(target, new Uint8Array(await native.read(made)))
-  } finally {
-    native.free(made)
-  }
 }

@@ -9,6 +9,21 @@ export {
   saveCheckpoint,
 } from './checkpoint.ts'
 export {
+  type ChangeValues,
+  type Choice,
+  handOver,
+  type LayerSearch,
+  type LayerSearchOptions,
+  Muppet,
+  type MuppetOptions,
+  type Picked,
+  type PickOptions,
+  PrecisionSwitch,
+  pickConfiguration,
+  type SwitchOptions,
+  searchLayers,
+} from './controllers.ts'
+export {
   type Batch,
   type DataState,
   type Dataset,
@@ -24,10 +39,10 @@ export {
   type MuOptions,
   type MuReading,
   partitionWhole,
-  saturatedShare,
   sumGradients,
 } from './exchange.ts'
 export type { GenerateOptions } from './generate.ts'
+export { GridDescent, type GridOptions, morrisEstimate } from './grid.ts'
 export type { SpikeOptions } from './guard.ts'
 export {
   type Document,
@@ -77,6 +92,18 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
+export {
+  type CodeShares,
+  codeShares,
+  GradientDiversity,
+  type LogitModel,
+  OperandProbe,
+  type OperandShares,
+  type Prediction,
+  saturatedShare,
+  sharpness,
+  sharpnessOf,
+} from './probes.ts'
 export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {

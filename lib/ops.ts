@@ -1,6 +1,7 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
+import { showOperands } from './operands.ts'
 import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
@@ -75,6 +76,7 @@ const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] 
 /** x wᵀ + b of an operand x [M, K]. */
 function product(xq: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
   const wq = w.as(formats.w)
+  if (Tape.current) showOperands(w, { x: xq, w: wq })
   const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
@@ -84,6 +86,7 @@ function product(xq: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats
 /** dy w [M, K], with its largest magnitude where that is wanted. */
 function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean): Tensor {
   const dyq = dy.as(formats.dy).handle
+  showOperands(w, { dy: dy.as(formats.dy) })
   const wanted = withAmax ? 'f32' : null
   const [handle, amax] = isScaled(formats.dy)
     ? native.matmul_nt(dyq, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)

@@ -95,6 +95,7 @@ export type { Bytes, MemoryUsage }
 
 /** Receives the gradients of a tensor that outlives the tape: a parameter. */
 export interface GradientSink {
+  readonly name?: string
   accumulate(gradient: Tensor): void
   /** Backward has no more gradients for it, and reads its tensor no more. */
   complete?(): void
