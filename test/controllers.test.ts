@@ -2,6 +2,7 @@
 import { createHash } from 'node:crypto'
 import { describe, expect, it } from 'vitest'
 import {
+  type DeviceName,
   evaluate,
   handOver,
   type LayerRecipe,
@@ -23,12 +24,17 @@ import {
   Trainer,
   type TrainerOptions,
 } from '../lib/index.ts'
+import { devices, present } from './harness.ts'
 import { smallLlama as config, sentence } from './values.ts'
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 
-function trainerOf(which: RecipeName | Recipe | RecipeChange, options: Partial<TrainerOptions> = {}): Trainer {
-  const model = new LlamaForCausalLM(config, { recipe: which, seed: 1 })
+function trainerOf(
+  which: RecipeName | Recipe | RecipeChange,
+  options: Partial<TrainerOptions> = {},
+  device: DeviceName = 'cpu',
+): Trainer {
+  const model = new LlamaForCausalLM(config, { recipe: which, device, seed: 1 })
   return new Trainer(model, { data, batch: 4, steps: 12, optimizer: { lr: 0.01 }, ...options })
 }
 function dispose(trainer: Trainer): void {
@@ -87,24 +93,31 @@ describe('MuPPET', () => {
       ...more,
     })
 
-  it.each<RecipeName>(['fp32', 'coat', 'collage-plus', 'bf16-kahan', 'adamw8bit', 'fp8-lm-o3'])(
-    '%s: changing to the same recipe, and watching, leaves every loss as it was',
-    async (name) => {
-      // a threshold below 1 is always passed
-      using led = muppet([name, name, name], { alpha: 0, beta: 0 })
-      const got = await losses(led.run())
-      expect(led.level).toBe(2)
-      expect(led.windows.map(({ epoch, level }) => [epoch, level])).toEqual([
-        [1, 0],
-        [3, 1],
-      ])
-      for (const { diversity } of led.windows) expect(diversity).toBeGreaterThan(0.5)
-      const plain = trainerOf(name)
-      expect(got).toEqual(await losses(plain.run()))
-      expect(await stateOf(led.trainer)).toBe(await stateOf(plain))
-      dispose(plain)
-    },
-  )
+  describe.each(devices)('on %s', (device) => {
+    it
+      .skipIf(!present(device))
+      .each<RecipeName>(['fp32', 'coat', 'collage-plus', 'bf16-kahan', 'adamw8bit', 'fp8-lm-o3'])(
+      '%s: changing to the same recipe, and watching, leaves every loss as it was',
+      async (name) => {
+        // a threshold below 1 is always passed
+        using led = muppet([name, name, name], {
+          ...{ alpha: 0, beta: 0 },
+          build: (made, phase) => trainerOf(made, { phase }, device),
+        })
+        const got = await losses(led.run())
+        expect(led.level).toBe(2)
+        expect(led.windows.map(({ epoch, level }) => [epoch, level])).toEqual([
+          [1, 0],
+          [3, 1],
+        ])
+        for (const { diversity } of led.windows) expect(diversity).toBeGreaterThan(0.5)
+        const plain = trainerOf(name, {}, device)
+        expect(got).toEqual(await losses(plain.run()))
+        expect(await stateOf(led.trainer)).toBe(await stateOf(plain))
+        dispose(plain)
+      },
+    )
+  })
 
   it('goes up from FP8 to bf16 to fp32 and learns', async () => {
     const products = (x: RecipeName): Recipe => {

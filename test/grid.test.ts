@@ -108,6 +108,9 @@ it('a small Llama learns with three bytes a parameter', async () => {
     for (const param of parameters) param.dropGrad()
   }
   expect((await held()).loss).toBeLessThan(0.6 * first)
-  for (const { tensor } of parameters)
-    for (const value of (await tensor.read()) as Float32Array) expect(Number.isInteger(value * 8192)).toBe(true)
+  for (const { tensor, name } of parameters)
+    expect(
+      ((await tensor.read()) as Float32Array).every((value) => Number.isInteger(value * 8192)),
+      name,
+    ).toBe(true)
 })

@@ -1,11 +1,15 @@
 // Probes: what they show against their formulas, and that a training is the same to the bit with and without them.
 import { describe, expect, it } from 'vitest'
 import {
+  build,
   codeShares,
+  type DeviceName,
   GradientDiversity,
+  Linear,
   LlamaForCausalLM,
   OperandProbe,
   type OperandShares,
+  ops,
   type RecipeName,
   saturatedShare,
   sharpness,
@@ -15,6 +19,7 @@ import {
   Trainer,
   type TrainerOptions,
 } from '../lib/index.ts'
+import { devices, present } from './harness.ts'
 import { smallLlama as config, Random, sentence } from './values.ts'
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
@@ -22,8 +27,8 @@ const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 class Run implements Disposable {
   readonly model: LlamaForCausalLM
   readonly trainer: Trainer
-  constructor(recipe: RecipeName, options: Partial<TrainerOptions> = {}) {
-    this.model = new LlamaForCausalLM(config, { recipe, seed: 1 })
+  constructor(device: DeviceName, recipe: RecipeName, options: Partial<TrainerOptions> = {}) {
+    this.model = new LlamaForCausalLM(config, { recipe, device, seed: 1 })
     this.trainer = new Trainer(this.model, { data, batch: 4, steps: 6, optimizer: { lr: 0.01 }, ...options })
   }
   async losses(): Promise<number[]> {
@@ -37,18 +42,19 @@ class Run implements Disposable {
   }
 }
 
-async function plainLosses(recipe: RecipeName): Promise<number[]> {
-  using run = new Run(recipe)
+async function plainLosses(device: DeviceName, recipe: RecipeName): Promise<number[]> {
+  using run = new Run(device, recipe)
   return await run.losses()
 }
 
-describe('logit sharpness', () => {
-  it('two equal logits and epsilon 0.1: the loss rises from ln 2 with z = (-0.1, 0.1), which is 6.2010', () => {
+describe.each(devices)('logit sharpness on %s', (device) => {
+  const test = it.skipIf(!present(device))
+  test('two equal logits and epsilon 0.1: the loss rises from ln 2 with z = (-0.1, 0.1), which is 6.2010', () => {
     expect(sharpnessOf([{ logits: [0, 0], target: 0 }], 0.1)).toBeCloseTo(6.201, 4)
     expect(sharpnessOf([{ logits: [0, 0], target: 0 }], 0)).toBe(0)
   })
 
-  it('no move within the bounds is worse', () => {
+  test('no move within the bounds is worse', () => {
     const random = new Random(4)
     const logits = Array.from({ length: 7 }, () => 3 * random.normal())
     const worst = sharpnessOf([{ logits, target: 2 }], 0.05)
@@ -64,8 +70,8 @@ describe('logit sharpness', () => {
     }
   })
 
-  it('of a model reads the last position that counts of each sequence, packed documents too', async () => {
-    using model = new LlamaForCausalLM(config, { recipe: 'fp32', seed: 1 })
+  test('of a model reads the last position that counts of each sequence, packed documents too', async () => {
+    using model = new LlamaForCausalLM(config, { recipe: 'fp32', device, seed: 1 })
     const { ids, targets } = data.batch(0, 2)
     const late = targets.slice()
     late.fill(-100, 60) // of the second sequence the last four
@@ -90,7 +96,7 @@ describe('logit sharpness', () => {
     await expect(sharpness(model, { ids, targets, sequence: 32 }, -1)).rejects.toThrow(/^sharpness: epsilon is -1 and/)
   })
 
-  it.each<RecipeName>(['fp32', 'coat', 'te-delayed'])('%s trains the same with it', async (recipe) => {
+  test.each<RecipeName>(['fp32', 'coat', 'te-delayed'])('%s trains the same with it', async (recipe) => {
     const values: number[] = []
     let run: Run | null = null
     const callbacks = {
@@ -98,31 +104,32 @@ describe('logit sharpness', () => {
         values.push(await sharpness((run as Run).model, data.validation(2, 2)[0] ?? expect.fail(), 0.01))
       },
     }
-    using probed = new Run(recipe, { callbacks })
+    using probed = new Run(device, recipe, { callbacks })
     run = probed
-    expect(await probed.losses()).toEqual(await plainLosses(recipe))
+    expect(await probed.losses()).toEqual(await plainLosses(device, recipe))
     expect(values).toHaveLength(6)
     for (const value of values) expect(value).toBeGreaterThan(0)
   })
 })
 
 async function rowsOf(model: LlamaForCausalLM, batch: { ids: Int32Array; sequence: number; starts?: Int32Array }) {
-  const { ops } = await import('../lib/index.ts')
-  using ids = Tensor.from(batch.ids, [batch.ids.length])
-  const starts = batch.starts ? ops.documentStarts(batch.starts, batch.sequence, model.device) : null
+  const { device } = model
+  using ids = Tensor.from(batch.ids, [batch.ids.length], { device })
+  const starts = batch.starts ? ops.documentStarts(batch.starts, batch.sequence, device) : null
   const logits = model.forward(ids, batch.sequence, starts)
   starts?.dispose()
   return logits
 }
 
-describe('shares of codes', () => {
-  it.each([
+describe.each(devices)('shares of codes on %s', (device) => {
+  const test = it.skipIf(!present(device))
+  test.each([
     ['e4m3/t', 448, 2 ** -10],
     ['e5m2/t', 57344, 2 ** -17],
   ] as const)('%s: the largest and what becomes 0', async (format, most, half) => {
     // with a largest value of the format's own the scale is 1; ties to even go to 0
     const values = [most, -most, 0.96 * most, 1, 0, half, -half, 1.1 * half]
-    using tensor = Tensor.from(values, [1, 8])
+    using tensor = Tensor.from(values, [1, 8], { device })
     const quantized = tensor.as(format)
     const shares = await codeShares(quantized, tensor)
     expect(shares).toEqual({ largest: format === 'e4m3/t' ? 2 / 8 : 3 / 8, zeros: 3 / 8, underflow: 2 / 7 })
@@ -130,7 +137,7 @@ describe('shares of codes', () => {
     expect(await saturatedShare(quantized)).toBe(shares.largest)
   })
 
-  it.each(['e4m3/g16', 'e4m3/g128', 'e4m3/b128', 'e4m3/x128', 'e5m2/x128'] as const)(
+  test.each(['e4m3/g16', 'e4m3/g128', 'e4m3/b128', 'e4m3/x128', 'e5m2/x128'] as const)(
     '%s: its scales are no codes',
     async (format) => {
       const random = new Random(1)
@@ -138,7 +145,7 @@ describe('shares of codes', () => {
         Float32Array.from({ length: 300 }, () => random.typical()),
         [3, 100],
       )
-      using decoded = Tensor.from((await tensor.as(format).read()) as Float32Array, [3, 100])
+      using decoded = Tensor.from((await tensor.as(format).read()) as Float32Array, [3, 100], { device })
       const values = (await tensor.read()) as Float32Array
       const after = (await decoded.read()) as Float32Array
       const zeros = after.filter((x) => x === 0).length
@@ -150,15 +157,16 @@ describe('shares of codes', () => {
     },
   )
 
-  it('refuses what has no FP8 codes, and values of another size', async () => {
-    using tensor = Tensor.from([1, 2, 3, 4], [1, 4])
-    using other = Tensor.from([1, 2], [1, 2])
+  test('refuses what has no FP8 codes, and values of another size', async () => {
+    using tensor = Tensor.from([1, 2, 3, 4], [1, 4], { device })
+    using other = Tensor.from([1, 2], [1, 2], { device })
     await expect(codeShares(tensor)).rejects.toThrow(/^codeShares: tensor f32\[1, 4\] must be of e4m3 or e5m2/)
     await expect(codeShares(tensor.as('e4m3/t'), other)).rejects.toThrow(/with as many values$/)
   })
 })
 
-describe('operands of a training', () => {
+describe.each(devices)('operands of a training on %s', (device) => {
+  const test = it.skipIf(!present(device))
   async function probed(recipe: RecipeName, match?: string, options: Partial<TrainerOptions> = {}) {
     using probe = new OperandProbe(match)
     const taken: OperandShares[][] = []
@@ -168,15 +176,15 @@ describe('operands of a training', () => {
         probe.active = step % 2 === 0
       },
     }
-    using run = new Run(recipe, { callbacks, ...options })
+    using run = new Run(device, recipe, { callbacks, ...options })
     return { losses: await run.losses(), taken }
   }
 
-  it.each<RecipeName>(['coat', 'te-current', 'te-delayed', 'te-block', 'fp8-lm-o3'])(
+  test.each<RecipeName>(['coat', 'te-current', 'te-delayed', 'te-block', 'fp8-lm-o3'])(
     '%s trains the same with them counted',
     async (recipe) => {
       const { losses, taken } = await probed(recipe)
-      expect(losses).toEqual(await plainLosses(recipe))
+      expect(losses).toEqual(await plainLosses(device, recipe))
       // four weights a layer; steps 1, 3 and 5
       expect(taken.map(({ length }) => length)).toEqual([24, 0, 24, 0, 24, 0])
       for (const { name, operand, largest, underflow, zeros } of taken[0] ?? []) {
@@ -202,7 +210,7 @@ describe('operands of a training', () => {
     },
   )
 
-  it('picks weights by name, counts all micro-batches, and nothing of recipes without FP8 or after its end', async () => {
+  test('picks weights by name, counts all micro-batches, and nothing of recipes without FP8 or after its end', async () => {
     const { taken } = await probed('coat', '*.0.*.qkv_proj.*', { steps: 1, batch: 2, accumulate: 2 })
     expect(taken[0]?.map(({ name, operand }) => [name, operand])).toEqual(
       ['x', 'w', 'dy'].map((operand) => ['model.layers.0.self_attn.qkv_proj.weight', operand]),
@@ -210,14 +218,14 @@ describe('operands of a training', () => {
     expect((await probed('bf16', '*', { steps: 1 })).taken).toEqual([[]])
     const probe = new OperandProbe()
     probe[Symbol.dispose]()
-    using run = new Run('coat', { steps: 1 })
+    using run = new Run(device, 'coat', { steps: 1 })
     await run.losses()
     expect(await probe.take()).toEqual([])
   })
 
-  it('shows what a delayed scale saturates', async () => {
+  test('shows what a delayed scale saturates', async () => {
     using probe = new OperandProbe('*.0.*.qkv_proj.*')
-    using run = new Run('te-delayed', { optimizer: { lr: 0.3 }, clip: 0 })
+    using run = new Run(device, 'te-delayed', { optimizer: { lr: 0.3 }, clip: 0 })
     const largest: number[] = []
     for (let step = 0; step < 3; step++) {
       await run.trainer.step()
@@ -229,14 +237,14 @@ describe('operands of a training', () => {
   })
 })
 
-describe('gradient diversity', () => {
+describe.each(devices)('gradient diversity on %s', (device) => {
+  const test = it.skipIf(!present(device))
   /** Diversity of gradients that are given to the model's one matrix. */
   async function diversity(gradients: number[][]): Promise<number> {
-    const { Linear, build } = await import('../lib/index.ts')
-    using layer = new Linear(build({ recipe: 'fp32' }), 'layer', { inputs: 3, outputs: 1, bias: true })
+    using layer = new Linear(build({ recipe: 'fp32', device }), 'layer', { inputs: 3, outputs: 1, bias: true })
     using probe = new GradientDiversity(layer)
     for (const values of gradients) {
-      using gradient = Tensor.from(values, [1, 3])
+      using gradient = Tensor.from(values, [1, 3], { device })
       layer.weight.accumulate(gradient)
       probe.sample()
       layer.weight.dropGrad()
@@ -246,7 +254,7 @@ describe('gradient diversity', () => {
     return await probe.take()
   }
 
-  it('two or three orthogonal gradients: 1; three equal ones: 1/3', async () => {
+  test('two or three orthogonal gradients: 1; three equal ones: 1/3', async () => {
     const [a, b, c] = [
       [2, 0, 0],
       [0, 2, 0],
@@ -258,10 +266,10 @@ describe('gradient diversity', () => {
     expect(await diversity([a, [-1, 0, 0]])).toBeCloseTo(5, 5)
   })
 
-  it('copies whole gradients before the update, of steps that count, and a training is the same with it', async () => {
+  test('copies whole gradients before the update, of steps that count, and a training is the same with it', async () => {
     for (const recipe of ['fp32', 'coat', 'fp8-lm-o2'] as const) {
       let probe: GradientDiversity | null = null
-      using run = new Run(recipe, {
+      using run = new Run(device, recipe, {
         phase: (part) => {
           if (part === 'update') probe?.sample()
         },
@@ -271,7 +279,7 @@ describe('gradient diversity', () => {
         },
       })
       probe = new GradientDiversity(run.model)
-      expect(await run.losses()).toEqual(await plainLosses(recipe))
+      expect(await run.losses()).toEqual(await plainLosses(device, recipe))
       expect(probe.count).toBe(5)
       const value = await probe.take()
       expect(value).toBeGreaterThan(1 / 5)
@@ -280,9 +288,9 @@ describe('gradient diversity', () => {
     }
   })
 
-  it('says when gradients are gone', async () => {
+  test('says when gradients are gone', async () => {
     let probe: GradientDiversity | null = null
-    using run = new Run('fp32', {
+    using run = new Run(device, 'fp32', {
       optimizerInBackward: true,
       phase: (part) => {
         if (part === 'update') probe?.sample()
