@@ -73,7 +73,7 @@ interface PlannedRun extends NamedRecipe {
 /** What one recipe came to: plain JSON. */
 export interface RecipeResult {
   recipe: string
-  /** Whether its arithmetic is emulated: losses and bytes are its own, the rate is not. */
+  /** Whether its arithmetic is emulated: the losses are its own, bytes and rate are those of the emulation. */
   emulated: boolean
   /** Steps that it was to do. */
   steps: number
@@ -293,9 +293,7 @@ export async function recipesHtml(results: readonly RecipeResult[], options: Rec
   }
   const note = `A Llama of ${layers} layers and width ${hidden} on the State of the Union addresses, ${batch} × ${sequence} bytes a step, on ${device.kind.toUpperCase()}: the same seed and batches for every recipe. Losses are nats a byte, and compared with bf16 over as many steps; bytes a parameter are those of parameter, optimizer state and gradient.`
   const emulated = results.some((result) => result.emulated)
-    ? [
-        'Of emulated recipes the arithmetic is done in wider formats: their losses and bytes count, their tokens a second do not.',
-      ]
+    ? ['Of emulated recipes the losses count; bytes and tokens a second are those of the emulation.']
     : []
   const stops = results.flatMap((result) => (result.stopped === null ? [] : [`${result.recipe}: ${result.stopped}`]))
   return pageHtml(

@@ -39,6 +39,21 @@ export function sumGradients(ranks: readonly Tensor[], mu = 1): GradientSum {
   })
 }
 
+/** The part of the codes of an e4m3/t tensor that are the largest: what may have saturated. Reads it back. */
+export async function saturatedShare(tensor: Tensor): Promise<number> {
+  if (tensor.format !== 'e4m3/t')
+    throw new CoatError(
+      `saturatedShare: tensor ${tensor.format}[${tensor.shape.join(', ')}] must be e4m3/t`,
+      'format',
+      'saturatedShare',
+      'tensor',
+    )
+  const codes = (await tensor.readBytes()).subarray(0, tensor.numel)
+  return tensor.numel === 0
+    ? 0
+    : codes.reduce((count, code) => count + Number((code & 0x7f) === 0x7e), 0) / tensor.numel
+}
+
 /**
  * Two readings of the paper's rule. `absolute`: mu becomes 1/2 when values saturate and grows to 2 within `window` steps.
  * `relative`, as MS-AMP's pull request 140 has it: mu is halved when values saturate and doubles within `window` steps,

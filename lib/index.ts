@@ -39,6 +39,7 @@ export {
   type MuOptions,
   type MuReading,
   partitionWhole,
+  saturatedShare,
   sumGradients,
 } from './exchange.ts'
 export type { GenerateOptions } from './generate.ts'
@@ -100,7 +101,6 @@ export {
   OperandProbe,
   type OperandShares,
   type Prediction,
-  saturatedShare,
   sharpness,
   sharpnessOf,
 } from './probes.ts'

@@ -137,11 +137,6 @@ export async function codeShares(tensor: Tensor, values: Tensor | null = null): 
   return sharesOf(countsOf((await tensor.readBytes()).subarray(0, numel), format, plain))
 }
 
-/** The part of the codes of an FP8 tensor that are the largest. */
-export async function saturatedShare(tensor: Tensor): Promise<number> {
-  return (await codeShares(tensor)).largest
-}
-
 /** An operand of a model's products over the steps that were measured. */
 export interface OperandShares extends CodeShares {
   /** Of the weight. */
