@@ -44,9 +44,9 @@ template <class... Parts>
 // d8, u8, d4, u4: codes of maps, of 8 or 4 bits, for signed and for positive numbers.
 enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, d8, u8, d4, u4, i32 };
 // none: plain values. tensor: one f32 scale (/t). run: a scale a run of n in a row (/gN; bf16 rounded up for n = 16,
-// else f32), or a whole row (/r). block: an f32 scale a block of n x n of a matrix of rows() x cols() (/bN). flat: an f32
-// scale a run of n over the flat tensor (/gN of maps). expand: the same with exponent k and centre (/xN). remainder: a
-// second code an element, for what the first leaves (bf16x2).
+// else f32), or a whole row (/r). block: an f32 scale a block of n x n of a matrix of rows() x cols() (/bN). flat: an
+// f32 scale a run of n over the flat tensor (/gN of maps). expand: the same with exponent k and centre (/xN).
+// remainder: a second code an element, for what the first leaves (bf16x2).
 enum class Scaling : uint8_t { none, tensor, run, block, flat, expand, remainder };
 constexpr int32_t kWholeRow = -1;  // the run of /r
 

@@ -46,7 +46,7 @@ const operands = [
 
 // Why an axis has no more values.
 const reasons: { readonly [Name in Axis]?: string } = {
-  accumulate: ": no kernel leaves sums of all of K to the tensor cores, where 14 bits are kept of them",
+  accumulate: ': no kernel leaves sums of all of K to the tensor cores, where 14 bits are kept of them',
 }
 
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [

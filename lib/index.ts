@@ -77,6 +77,7 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
+export { type Accumulator, accumulated, sharpness } from './probes.ts'
 export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {

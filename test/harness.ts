@@ -453,7 +453,8 @@ function verify(
   })
   if (measured)
     top.forEach((code, b) => {
-      if (code !== 0 && code < fullOf(kind) / (hasPow2(format) ? 2 : 1)) throw new Error(`${where}: the largest code of block ${b} is ${code}`)
+      if (code !== 0 && code < fullOf(kind) / (hasPow2(format) ? 2 : 1))
+        throw new Error(`${where}: the largest code of block ${b} is ${code}`)
     })
 }
 

@@ -15,7 +15,8 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y, bool floo
   if (rows * cols == 0 && y.format.scaling != Scaling::tensor) return;
   static_assert(kChunk % 256 == 0);  // whole runs, hence whole bytes
   write_pieces(
-      y, scale, rows, cols, y.format.run == kWholeRow ? cols : kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
+      y, scale, rows, cols, y.format.run == kWholeRow ? cols : kChunk,
+      [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
 }
 
 // Block by block: each is read whole before its scale is known. read_rows(m0, m1, n0, n1, out): these rows and columns.

@@ -71,7 +71,7 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 }
 
 template <class From, class To>
-void requantize(From from, To to, const Tensor& x, const Tensor& scale, const Tensor& y) {
+void requantize_among(From from, To to, const Tensor& x, const Tensor& scale, const Tensor& y) {
   const bool by_row = is_ragged(x) || is_ragged(y);
   with("x", x, from, [&](const auto x_view) {
     with("y", y, to, [&](const auto y_view) {
@@ -100,7 +100,7 @@ void convert_operand(const Tensor& x, const Tensor& scale, const Tensor& y) {
   }
   if (format.scaling == Scaling::block) return convert_blocks(x, y);
   if (format.run == kWholeRow) return convert_rows(x, y);
-  if (!from) return requantize(Views<F32, BF16>{}, Views<E4M3G128P2>{}, x, scale, y);
+  if (!from) return requantize_among(Views<F32, BF16>{}, Views<E4M3G128P2>{}, x, scale, y);
   Tensor alike = x;  // scales are read alike
   alike.format.pow2 = false;
   requantize(alike, scale, y);
@@ -109,7 +109,7 @@ void convert_operand(const Tensor& x, const Tensor& scale, const Tensor& y) {
 }  // namespace
 
 void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
-  requantize(Direct{}, Direct{}, x, scale, y);
+  requantize_among(Direct{}, Direct{}, x, scale, y);
 }
 
 void convert(const convert_args& args) {

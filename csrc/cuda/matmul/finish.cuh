@@ -33,8 +33,7 @@ struct Finish {
     for (int i = 0; i < 64; ++i) s[i] *= scale;
     if (p.differs()) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i)
-        s[i] = p.completed(s[i], row + i / 2 % 2 * 8, n + i / 4 * 8 + lane % 4 * 2 + i % 2);
+      for (int i = 0; i < 64; ++i) s[i] = p.completed(s[i], row + i / 2 % 2 * 8, n + i / 4 * 8 + lane % 4 * 2 + i % 2);
     }
     if constexpr (Y::run == 16) {
 #pragma unroll
