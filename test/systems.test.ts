@@ -246,6 +246,17 @@ describe('products of runs, blocks and rows', () => {
     else expect(values[0] / scale).toBeCloseTo(448, 3)
   })
 
+  it('of torchao with dw in bf16: x and dy as they are, and one scale for w in dx; the head has none of it', () => {
+    const formatsOf = (name: RecipeName) => {
+      using model = new LlamaForCausalLM(config, { recipe: name })
+      return [model.layers[0]?.mlp.input.formats, model.head?.formats]
+    }
+    const rows = { x: 'e4m3/r', w: 'e4m3/r', dy: 'e4m3/r', y: 'bf16', dx: 'bf16', dw: 'f32' }
+    const head = { x: 'bf16', w: 'bf16', dy: 'bf16', y: 'bf16', dx: 'bf16', dw: 'f32' }
+    expect(formatsOf('ao-rowwise')).toEqual([rows, head])
+    expect(formatsOf('ao-rowwise-gw-hp')).toEqual([{ ...rows, wAcross: 'e4m3/t', dwFrom: 'bf16' }, head])
+  })
+
   it('one outlier changes the codes of its row alone', async () => {
     const values = normal(4 * 512)
     const wild = values.map((value, i) => (i === 5 ? 1e4 : value))
