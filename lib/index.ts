@@ -94,15 +94,16 @@ export {
   sgd,
 } from './optimizer.ts'
 export {
+  type Accumulator,
+  accumulated,
   type CodeShares,
   codeShares,
   GradientDiversity,
   type LogitModel,
+  modelSharpness,
   OperandProbe,
   type OperandShares,
-  type Prediction,
   sharpness,
-  sharpnessOf,
 } from './probes.ts'
 export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'

@@ -4,15 +4,15 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
 
 export interface NativeOps {
-  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
+  /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale, as those of rows, and of runs and blocks with p2), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
   /** y = x in the format of y as convert makes it, but no positive value becomes the code of 0: the smallest positive code instead. For second moments, which are divided by. x […], scale [1], y […]. */
   convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert, except in runs, which lie in the rows of y. x [M, N], scale [1], y [N, M]. */
-  convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g128' | 'e4m3/b128'): Handle
+  convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g128' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2'): Handle
   /** y becomes x, codes and scales: the way to change a tensor that is held in place. y […], x […]. */
   assign(y: Handle, x: Handle): void
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */
@@ -75,7 +75,7 @@ export interface NativeOps {
   cross_entropy_forward(logits: Handle, targets: Handle, ignore: number, weight: number): [loss: Handle, lse: Handle]
   /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], dx [M, V]. */
   cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, dx: 'f32' | 'bf16', ignore: number, weight: number): Handle
-  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
+  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; those of tensors and rows multiply the sum; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
   matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
   /** y = a b; amax as in matmul_nt. a [M, K], b [K, N], y [M, N], amax [1]. */
   matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16', amax: 'f32' | null): [y: Handle, amax: Handle | null]

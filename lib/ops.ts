@@ -18,6 +18,10 @@ export interface LinearFormats {
   w: FloatFormat
   /** Operand dy [M, N]. */
   dy: FloatFormat
+  /** Operand w of dx where it is not in the format of w: one scale, a power of two. */
+  wAcross?: 'e4m3/t'
+  /** Operands x and dy of dw where they are not in the formats of x and dy. */
+  dwFrom?: Plain
   /** Result y [M, N]. */
   y: Plain | 'e4m3/g16'
   /** Result dx [M, K]. */
@@ -33,9 +37,9 @@ export interface LinearScales {
   dy: DelayedScale
 }
 
-// Runs lie along the sum of a product, so that the gradient of the weight needs others than y does.
+// Scales of runs and rows lie along the sum of a product, so that the gradient of the weight needs others than y does.
 function hasRuns(format: FloatFormat): boolean {
-  return format === 'e4m3/g128'
+  return isScaled(format) && !format.endsWith('/t')
 }
 
 function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
@@ -57,18 +61,24 @@ export function linear(
   const y = product(xq, w, b, formats)
   if (!tape) return y
   const across = hasRuns(formats.x)
-  const kept = across && w.requiresGrad ? x.as(formats.x, { transposed: true }) : xq
+  const kept = w.requiresGrad ? keptOf(x, xq, formats) : xq
   tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
     if (!kept || !w) return []
     scales?.dy.give(dy, true)
     const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
-    const turned = isScaled(formats.dy) && !across
+    const turned = isScaled(formats.dy) && !across && !formats.dwFrom
     const dw = w.requiresGrad
       ? weightGradient(dy, turned ? kept.as(formats.x, { transposed: true }) : kept, w, formats)
       : null
     return [dx, dw, biasGradient(dy, b, formats)]
   })
   return y
+}
+
+/** What the gradient of the weight reads of x: the operand xq, one of its own, or x itself. */
+function keptOf(x: Tensor, xq: Tensor, { x: format, dwFrom }: LinearFormats): Tensor {
+  if (dwFrom) return x.as(dwFrom)
+  return hasRuns(format) ? x.as(format, { transposed: true }) : xq
 }
 
 const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
@@ -88,8 +98,13 @@ function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: 
   const dyq = dy.as(formats.dy).handle
   showOperands(w, { dy: dy.as(formats.dy) })
   const wanted = withAmax ? 'f32' : null
+  if (formats.wAcross) {
+    const scale = Tensor.own(native.scale_from_amax(w.amax().handle, formats.wAcross, 'pow2'))
+    w.adoptScale(formats.wAcross, scale)
+    scale.dispose()
+  }
   const [handle, amax] = isScaled(formats.dy)
-    ? native.matmul_nt(dyq, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)
+    ? native.matmul_nt(dyq, w.as(formats.wAcross ?? formats.w, { transposed: true }).handle, null, formats.dx, wanted)
     : native.matmul_nn(dyq, w.as(formats.w).handle, formats.dx, wanted)
   const dx = Tensor.own(handle, formats.dx)
   if (amax !== null) dx.adoptAmax(amax)
@@ -102,8 +117,9 @@ function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: 
  * already.
  */
 function weightGradient(dy: Tensor, x: Tensor, w: Tensor, formats: LinearFormats): Tensor | null {
-  const scaled = isScaled(formats.dy)
-  const left = dy.as(formats.dy, { transposed: scaled }).handle
+  const operand = formats.dwFrom ?? formats.dy
+  const scaled = isScaled(operand)
+  const left = dy.as(operand, { transposed: scaled }).handle
   const held = w.sink?.held
   if (held) {
     const add = scaled ? native.matmul_nt_into : native.matmul_tn_into

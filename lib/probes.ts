@@ -1,5 +1,5 @@
-// Probes: what a training shows of its numbers — how sharp the loss is in the logits, what FP8 saturates and loses, how much
-// gradients agree. They read, and change nothing.
+// Questions about numbers: what a narrow accumulator makes of a sum, how sharply a loss answers to its logits, what FP8 saturates
+// and loses, how much gradients agree. Of a training they read, and change nothing.
 import { matcherOf } from './axes.ts'
 import type { Batch } from './data.ts'
 import type { Module, Param } from './modules.ts'
@@ -9,26 +9,68 @@ import * as ops from './ops.ts'
 import { noGrad } from './tape.ts'
 import { type Device, type Format, scope, Tensor } from './tensor.ts'
 
-/** Logits of one position and the token that follows. */
-export interface Prediction {
-  logits: ArrayLike<number>
-  target: number
+export interface Accumulator {
+  /** Significant bits that it keeps: 14 in the tensor cores of Hopper for FP8 (arXiv 2412.19437), 10 in FP16 of (1, 6, 9). */
+  bits: number
+  /** What becomes of the bits below (default `nearest`, ties to even). */
+  rounding?: 'nearest' | 'truncate'
+  /** Terms after which its sum is added, in FP32, to those of the terms before (default: all go into one). */
+  chunk?: number
+}
+
+/** The sum of `terms`, in their order, as an accumulator makes it that keeps few bits. */
+export function accumulated(terms: ArrayLike<number>, { bits, rounding = 'nearest', chunk }: Accumulator): number {
+  demand('accumulated', 'bits', bits, Number.isSafeInteger(bits) && bits >= 2 && bits <= 24, 'an integer from 2 to 24')
+  demand(
+    'accumulated',
+    'chunk',
+    chunk,
+    chunk === undefined || (Number.isSafeInteger(chunk) && chunk >= 1),
+    'at least 1',
+  )
+  let [total, sum] = [0, 0]
+  for (let i = 0; i < terms.length; i++) {
+    if (chunk !== undefined && i % chunk === 0) {
+      total = Math.fround(total + sum)
+      sum = 0
+    }
+    sum = rounded(sum + (terms[i] as number), bits, rounding)
+  }
+  return Math.fround(total + sum)
+}
+
+function rounded(x: number, bits: number, rounding: 'nearest' | 'truncate'): number {
+  if (x === 0 || !Number.isFinite(x)) return x
+  const unit = 2 ** (Math.floor(Math.log2(Math.abs(x))) + 1 - bits)
+  const whole = Math.trunc(x / unit)
+  const rest = Math.abs(x / unit - whole)
+  const up = rounding === 'nearest' && (rest > 0.5 || (rest === 0.5 && whole % 2 !== 0))
+  return (whole + (up ? Math.sign(x) : 0)) * unit
 }
 
 /**
- * Logit sharpness in percent (arXiv 2405.18710): by how much the mean cross-entropy f can rise, as a part of 1 + f, where each
- * logit y moves by no more than epsilon (|y| + 1). The worst such move lowers the target's logit and raises all others.
+ * Sharpness of the cross-entropy of logits [V] in percent (arXiv 2405.18710): by how much, relative to 1 + loss, it can grow when
+ * each logit y moves by up to epsilon (|y| + 1). It rises before a loss diverges that low precision makes unstable.
  */
-export function sharpnessOf(predictions: readonly Prediction[], epsilon: number): number {
-  const mean = (move: number) => predictions.reduce((sum, one) => sum + crossEntropy(one, move), 0) / predictions.length
-  const loss = mean(0)
-  return (100 * (mean(epsilon) - loss)) / (1 + loss)
+export function sharpness(logits: ArrayLike<number>, target: number, epsilon: number): number {
+  const { length } = logits
+  demand('sharpness', 'target', target, Number.isInteger(target) && target >= 0 && target < length, `below ${length}`)
+  demand('sharpness', 'epsilon', epsilon, epsilon >= 0 && epsilon < Number.POSITIVE_INFINITY, 'a number of at least 0')
+  // the loss falls with the logit of the target and grows with every other one
+  const moved = Float64Array.from(logits, (y, i) => y + (i === target ? -epsilon : epsilon) * (Math.abs(y) + 1))
+  const loss = crossEntropy(logits, target)
+  return (100 * (crossEntropy(moved, target) - loss)) / (1 + loss)
 }
 
-function crossEntropy({ logits, target }: Prediction, move: number): number {
-  const moved = Float64Array.from(logits, (y, i) => y + (i === target ? -move : move) * (Math.abs(y) + 1))
-  const top = moved.reduce((most, y) => Math.max(most, y), Number.NEGATIVE_INFINITY)
-  return top + Math.log(moved.reduce((sum, y) => sum + Math.exp(y - top), 0)) - (moved[target] as number)
+function crossEntropy(logits: ArrayLike<number>, target: number): number {
+  const values = Array.from(logits)
+  const most = values.reduce((a, b) => Math.max(a, b), Number.NEGATIVE_INFINITY)
+  const sum = values.reduce((total, y) => total + Math.exp(y - most), 0)
+  return Math.log(sum) + most - (logits[target] as number)
+}
+
+function demand(op: string, name: string, value: unknown, holds: boolean, rule: string): void {
+  if (!holds) throw new CoatError(`${op}: ${name} is ${value} and must be ${rule}`, 'value', op, name)
 }
 
 /** A model whose logits can be had. */
@@ -38,15 +80,11 @@ export interface LogitModel {
   forward(ids: Tensor, sequence: number, starts?: Tensor | null): Tensor
 }
 
-/** `sharpnessOf` the last position of each sequence that takes part in the loss: one forward, of which one row a sequence is read. */
-export async function sharpness(model: LogitModel, batch: Batch, epsilon: number): Promise<number> {
-  if (!(epsilon >= 0 && Number.isFinite(epsilon)))
-    throw new CoatError(
-      `sharpness: epsilon is ${epsilon} and must be a finite number of at least 0`,
-      'value',
-      'sharpness',
-      'epsilon',
-    )
+/**
+ * The mean sharpness at the last position of each sequence that takes part in the loss: one forward, of which one row of logits a
+ * sequence is read.
+ */
+export async function modelSharpness(model: LogitModel, batch: Batch, epsilon: number): Promise<number> {
   const { ids, targets, sequence, starts } = batch
   const { device } = model
   const last: number[] = []
@@ -54,8 +92,7 @@ export async function sharpness(model: LogitModel, batch: Batch, epsilon: number
     const row = targets.subarray(from, from + sequence).findLastIndex((target) => target !== ops.ignoreIndex)
     if (row >= 0) last.push(from + row)
   }
-  if (last.length === 0)
-    throw new CoatError('sharpness: the batch has no target that takes part in the loss', 'value', 'sharpness', 'batch')
+  demand('modelSharpness', 'batch', 'without targets', last.length > 0, 'one that takes part in the loss')
   using rows = noGrad(() =>
     scope(() => {
       const documents = starts ? ops.documentStarts(starts, sequence, device) : null
@@ -66,13 +103,10 @@ export async function sharpness(model: LogitModel, batch: Batch, epsilon: number
   ).keep()
   const values = (await rows.read()) as Float32Array
   const width = values.length / last.length
-  return sharpnessOf(
-    last.map((at, i) => ({
-      logits: values.subarray(i * width, (i + 1) * width),
-      target: targets[at] as number,
-    })),
-    epsilon,
+  const all = last.map((at, i) =>
+    sharpness(values.subarray(i * width, (i + 1) * width), targets[at] as number, epsilon),
   )
+  return all.reduce((sum, one) => sum + one, 0) / all.length
 }
 
 /** The code of the largest finite value, without its sign. */

@@ -10,7 +10,7 @@ import {
   type TensorInfo,
 } from './native.ts'
 
-/** A format word: `dtype[/t | /gN | /bN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
+/** A format word: `dtype[/t | /r | /gN | /bN | /xN]`, `p2` for scales that are powers of two; `bf16x2` is a value and its remainder (csrc/tensor.h). */
 export type Format = AnyFormat
 /** Formats of numbers, as against ids. */
 export type FloatFormat = Exclude<Format, 'i32'>

@@ -1,6 +1,5 @@
 // Parameters on a grid: rounding at random, counters, and a model that learns with three bytes a parameter.
 import { describe, expect, it } from 'vitest'
-import { lossOf } from '../lib/evaluate.ts'
 import {
   build,
   evaluate,
@@ -8,6 +7,7 @@ import {
   Linear,
   LlamaForCausalLM,
   morrisEstimate,
+  scope,
   Tape,
   Tensor,
   TextDataset,
@@ -97,12 +97,13 @@ it('a small Llama learns with three bytes a parameter', async () => {
   const parameters = model.parameters()
   const count = parameters.reduce((sum, { tensor }) => sum + tensor.numel, 0)
   expect(grid.bytes).toBe(3 * count)
+  const of = (values: Int32Array) => Tensor.from(values, [values.length])
   const held = () => evaluate(model, data.validation(4, 4))
   const { loss: first } = await held()
   for (let i = 0; i < 60; i++) {
-    const micro = data.batch(i, 4)
+    const { ids, targets } = data.batch(i, 4)
     using tape = new Tape()
-    using loss = tape.record(() => lossOf(model, micro, 1 / micro.ids.length))
+    using loss = scope(() => tape.record(() => model.loss(of(ids), of(targets), 32, 1 / ids.length))).keep()
     tape.backward(loss)
     await grid.step()
     for (const param of parameters) param.dropGrad()

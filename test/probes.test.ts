@@ -1,26 +1,115 @@
-// Probes: what they show against their formulas, and that a training is the same to the bit with and without them.
+// Probes against hand calculations, and against searches that do not know their formulas; and that a training is the same to the
+// bit with and without them.
 import { describe, expect, it } from 'vitest'
 import {
+  accumulated,
   build,
   codeShares,
   type DeviceName,
   GradientDiversity,
   Linear,
   LlamaForCausalLM,
+  modelSharpness,
   OperandProbe,
   type OperandShares,
   ops,
   type RecipeName,
+  recipes,
   saturatedShare,
   sharpness,
-  sharpnessOf,
   Tensor,
   TextDataset,
   Trainer,
   type TrainerOptions,
 } from '../lib/index.ts'
-import { devices, present } from './harness.ts'
+import { native } from '../lib/native.ts'
+import { devices, moved, own, present, read, tensor } from './harness.ts'
 import { smallLlama as config, Random, sentence } from './values.ts'
+
+const ones = (count: number) => new Array<number>(count).fill(1)
+
+describe('sums in narrow accumulators', () => {
+  it.each([
+    // what the tensor cores keep of FP8 sums
+    [32768, { bits: 14, rounding: 'truncate' }, 16384],
+    [32768, { bits: 14, rounding: 'truncate', chunk: 128 }, 32768],
+    // FP16 of 6 and 9 bits
+    [4096, { bits: 10 }, 1024],
+    [4096, { bits: 10, chunk: 64 }, 4096],
+    [5, { bits: 2 }, 4],
+    [7, { bits: 3 }, 7],
+  ] as const)('%d ones with %j are %d', (count, accumulator, expected) => {
+    expect(accumulated(ones(count), accumulator)).toBe(expected)
+  })
+
+  it.each([
+    [[1.25, 0], { bits: 2 }, 1],
+    [[1.75, 0], { bits: 2 }, 2],
+    [[-1.75, 0], { bits: 2 }, -2],
+    [[-1.75, 0], { bits: 2, rounding: 'truncate' }, -1.5],
+    [[0, -0], { bits: 2 }, 0],
+    [[1, Number.POSITIVE_INFINITY], { bits: 9 }, Number.POSITIVE_INFINITY],
+  ] as const)('%j with %j is %d', (terms, accumulator, expected) => {
+    expect(accumulated(terms, accumulator)).toBe(expected)
+  })
+
+  it('of 24 bits is FP32', () => {
+    const random = new Random(3)
+    const terms = Array.from({ length: 999 }, () => Math.fround(random.typical()))
+    expect(accumulated(terms, { bits: 24 })).toBe(terms.reduce((sum, x) => Math.fround(sum + x), 0))
+  })
+
+  // arXiv 2412.19437, section 3.3: sums leave the tensor cores every 128 of K
+  for (const device of devices)
+    it.skipIf(!present(device))(`products on ${device} go on beyond the 16384 where 14 bits end`, async () => {
+      const scale = tensor('f32', [1], [1])
+      for (const [left, right] of [
+        ['e4m3/t', 'e4m3/t'],
+        ['e4m3/r', 'e4m3/r'],
+        ['e4m3/g128', 'e4m3/b128'],
+        ['e4m3/g128p2', 'e4m3/b128p2'],
+      ] as const) {
+        const a = await moved(tensor(left, [1, 32768], ones(32768), left === 'e4m3/t' ? scale : undefined), device)
+        const b = await moved(tensor(right, [1, 32768], ones(32768), left === 'e4m3/t' ? scale : undefined), device)
+        const [y] = own(native.matmul_nt(a, b, null, 'f32', null))
+        expect(((await read(y))[0] as number) / 32768, left).toBeCloseTo(1, 5)
+      }
+    })
+})
+
+describe('sharpness', () => {
+  it('of two equal logits that move by a tenth is 6.2010 %', () => {
+    expect(sharpness([0, 0], 0, 0.1)).toBeCloseTo(6.201, 4)
+    expect(sharpness([0, 0], 1, 0.1)).toBeCloseTo(6.201, 4)
+    expect(sharpness([3, -2, 700], 1, 0)).toBe(0)
+  })
+
+  it('is the largest of all corners of the box', () => {
+    const random = new Random(5)
+    const loss = (logits: number[], target: number) =>
+      Math.log(logits.reduce((sum, y) => sum + Math.exp(y), 0)) - (logits[target] as number)
+    for (let trial = 0; trial < 20; trial++) {
+      const logits = Array.from({ length: 6 }, () => 3 * random.normal())
+      const [target, epsilon] = [random.integer(6), 0.2 * random.uniform()]
+      let most = 0
+      for (let corner = 0; corner < 2 ** 6; corner++) {
+        const moved = logits.map((y, i) => y + (corner & (1 << i) ? epsilon : -epsilon) * (Math.abs(y) + 1))
+        most = Math.max(most, loss(moved, target))
+      }
+      const before = loss(logits, target)
+      expect(sharpness(logits, target, epsilon)).toBeCloseTo((100 * (most - before)) / (1 + before), 9)
+    }
+  })
+
+  it('refuses what is not there', () => {
+    expect(() => sharpness([0, 0], 2, 0.1)).toThrow('sharpness: target is 2 and must be below 2')
+    expect(() => sharpness([0, 0], 0, Number.NaN)).toThrow(
+      'sharpness: epsilon is NaN and must be a number of at least 0',
+    )
+    expect(() => accumulated([1], { bits: 25 })).toThrow('accumulated: bits is 25 and must be an integer from 2 to 24')
+    expect(() => accumulated([1], { bits: 9, chunk: 0 })).toThrow('accumulated: chunk is 0 and must be at least 1')
+  })
+})
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 
@@ -47,29 +136,8 @@ async function plainLosses(device: DeviceName, recipe: RecipeName): Promise<numb
   return await run.losses()
 }
 
-describe.each(devices)('logit sharpness on %s', (device) => {
+describe.each(devices)('sharpness of a model on %s', (device) => {
   const test = it.skipIf(!present(device))
-  test('two equal logits and epsilon 0.1: the loss rises from ln 2 with z = (-0.1, 0.1), which is 6.2010', () => {
-    expect(sharpnessOf([{ logits: [0, 0], target: 0 }], 0.1)).toBeCloseTo(6.201, 4)
-    expect(sharpnessOf([{ logits: [0, 0], target: 0 }], 0)).toBe(0)
-  })
-
-  test('no move within the bounds is worse', () => {
-    const random = new Random(4)
-    const logits = Array.from({ length: 7 }, () => 3 * random.normal())
-    const worst = sharpnessOf([{ logits, target: 2 }], 0.05)
-    const loss = (y: number[]) => Math.log(y.reduce((sum, x) => sum + Math.exp(x), 0)) - (y[2] as number)
-    const f = loss(logits)
-    for (let i = 0; i < 2000; i++) {
-      // corners among them, where the maximum of a convex function lies
-      const moved = logits.map((y) => {
-        const part = i % 2 ? 2 * random.uniform() - 1 : random.uniform() < 0.5 ? -1 : 1
-        return y + part * 0.05 * (Math.abs(y) + 1)
-      })
-      expect((100 * (loss(moved) - f)) / (1 + f)).toBeLessThanOrEqual(worst + 1e-9)
-    }
-  })
-
   test('of a model reads the last position that counts of each sequence, packed documents too', async () => {
     using model = new LlamaForCausalLM(config, { recipe: 'fp32', device, seed: 1 })
     const { ids, targets } = data.batch(0, 2)
@@ -88,12 +156,15 @@ describe.each(devices)('logit sharpness on %s', (device) => {
         logits: values.subarray(256 * at, 256 * (at + 1)),
         target: targets[at] as number,
       }))
-      expect(await sharpness(model, batch, 0.01)).toBe(sharpnessOf(predictions, 0.01))
+      const each = predictions.map(({ logits, target }) => sharpness(logits, target, 0.01))
+      expect(await modelSharpness(model, batch, 0.01)).toBe(((each[0] as number) + (each[1] as number)) / 2)
     }
-    await expect(sharpness(model, { ids, targets: targets.map(() => -100), sequence: 32 }, 0.01)).rejects.toThrow(
-      /^sharpness: the batch has no target that takes part in the loss$/,
+    await expect(modelSharpness(model, { ids, targets: targets.map(() => -100), sequence: 32 }, 0.01)).rejects.toThrow(
+      /^modelSharpness: batch is without targets and must be one that takes part in the loss$/,
     )
-    await expect(sharpness(model, { ids, targets, sequence: 32 }, -1)).rejects.toThrow(/^sharpness: epsilon is -1 and/)
+    await expect(modelSharpness(model, { ids, targets, sequence: 32 }, -1)).rejects.toThrow(
+      /^sharpness: epsilon is -1 and/,
+    )
   })
 
   test.each<RecipeName>(['fp32', 'coat', 'te-delayed'])('%s trains the same with it', async (recipe) => {
@@ -101,7 +172,7 @@ describe.each(devices)('logit sharpness on %s', (device) => {
     let run: Run | null = null
     const callbacks = {
       step: async () => {
-        values.push(await sharpness((run as Run).model, data.validation(2, 2)[0] ?? expect.fail(), 0.01))
+        values.push(await modelSharpness((run as Run).model, data.validation(2, 2)[0] ?? expect.fail(), 0.01))
       },
     }
     using probed = new Run(device, recipe, { callbacks })
@@ -189,9 +260,8 @@ describe.each(devices)('operands of a training on %s', (device) => {
       expect(taken.map(({ length }) => length)).toEqual([24, 0, 24, 0, 24, 0])
       for (const { name, operand, largest, underflow, zeros } of taken[0] ?? []) {
         expect(name).toMatch(/^model\.layers\.[01]\..*(qkv|o|gate_up|down)_proj\.weight$/)
-        // coat bounds the gradient of SwiGLU instead of measuring it: the largest code is not reached
-        const bounded = recipe === 'coat' && operand === 'dy' && name.includes('gate_up')
-        if (!bounded) expect(largest, `${name} ${operand}`).toBeGreaterThan(0)
+        // elsewhere scales are powers of two, or bounds
+        if (/^te-(current|delayed)$/.test(recipe)) expect(largest, `${name} ${operand}`).toBeGreaterThan(0)
         expect(largest).toBeLessThan(0.5)
         expect(zeros).toBeLessThan(1)
         // values of weights are there, unless the parameter is FP8 itself; coat's norms write FP8 alone
@@ -200,13 +270,8 @@ describe.each(devices)('operands of a training on %s', (device) => {
         if (operand === 'x' && name.includes('qkv')) expect(underflow === null).toBe(/coat|te-current|fp8/.test(recipe))
       }
       const operands = new Set((taken[0] ?? []).map(({ operand, format }) => `${operand} ${format}`))
-      expect(operands).toEqual(
-        new Set(
-          recipe === 'te-block'
-            ? ['x e4m3/g128', 'w e4m3/b128', 'dy e4m3/g128']
-            : ['x e4m3/t', 'w e4m3/t', 'dy e5m2/t'],
-        ),
-      )
+      const { x, w, dy } = recipes[recipe]
+      expect(operands).toEqual(new Set([`x ${x}`, `w ${w}`, `dy ${dy}`]))
     },
   )
 

@@ -70,12 +70,11 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream()), "convert");
 }
 
-}  // namespace
-
-void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
+template <class From, class To>
+void requantize_among(From from, To to, const Tensor& x, const Tensor& scale, const Tensor& y) {
   const bool by_row = is_ragged(x) || is_ragged(y);
-  with("x", x, Direct{}, [&](const auto x_view) {
-    with("y", y, Direct{}, [&](const auto y_view) {
+  with("x", x, from, [&](const auto x_view) {
+    with("y", y, to, [&](const auto y_view) {
       using X = std::remove_const_t<decltype(x_view)>;
       using Y = std::remove_const_t<decltype(y_view)>;
       constexpr int E = kLane<CodeOf<X>, CodeOf<Y>>;
@@ -91,11 +90,33 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
   });
 }
 
+void convert_operand(const Tensor& x, const Tensor& scale, const Tensor& y) {
+  const bool from = is_operand(x.format);
+  const Format& format = (from ? x : y).format;
+  if (!is_plain(from ? y : x)) {
+    const Plainly middle(x);
+    convert({Device::cuda, x, {}, middle.tensor});
+    return convert({Device::cuda, middle.tensor, scale, y});
+  }
+  if (format.scaling == Scaling::block) return convert_blocks(x, y);
+  if (format.run == kWholeRow) return convert_rows(x, y);
+  if (!from) return requantize_among(Views<F32, BF16>{}, Views<E4M3G128P2>{}, x, scale, y);
+  Tensor alike = x;  // scales are read alike
+  alike.format.pow2 = false;
+  requantize(alike, scale, y);
+}
+
+}  // namespace
+
+void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
+  requantize_among(Direct{}, Direct{}, x, scale, y);
+}
+
 void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale) return copy(y.data, x.data, bytes_of(x.format, x.shape));
   if (x.shape.numel() == 0 && y.format.scaling != Scaling::tensor) return;
-  if (x.format.scaling == Scaling::block || y.format.scaling == Scaling::block) return convert_blocks(x, args.scale, y);
+  if (is_operand(x.format) || is_operand(y.format)) return convert_operand(x, args.scale, y);
   if (is_state(x.format) || is_state(y.format)) return convert_states(x, args.scale, y);
   const bool expands = x.format.scaling == Scaling::expand || y.format.scaling == Scaling::expand;
   if (!expands || !(is_ragged(x) || is_ragged(y))) return requantize(x, args.scale, y);
@@ -269,11 +290,9 @@ namespace {
 
 // The scales of blocks as a matrix.
 Tensor scales_of_blocks(const Tensor& x) {
-  const int64_t side = x.format.run, down = (x.shape.dims[0] + side - 1) / side,
-                across = (x.shape.dims[1] + side - 1) / side;
   Tensor scales = x;
   scales.format = F32::format();
-  scales.shape = {2, {down, across}};
+  scales.shape = {2, {runs_of_row(x.format, x.shape.dims[0]), runs_of_row(x.format, x.shape.dims[1])}};
   scales.data = x.scales<uint8_t>();
   return scales;
 }
