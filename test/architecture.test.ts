@@ -34,7 +34,7 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
+    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates', 'probes'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange'],
     ['ops', 'generate'],
     ['cache'],
