@@ -60,25 +60,20 @@ export function linear(
   const xq = x.as(formats.x)
   const y = product(xq, w, b, formats)
   if (!tape) return y
-  const across = hasRuns(formats.x)
-  const kept = w.requiresGrad ? keptOf(x, xq, formats) : xq
+  const own = formats.dwFrom ?? formats.x
+  const across = hasRuns(own)
+  const kept = w.requiresGrad ? x.as(own, { transposed: across }) : xq
   tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
     if (!kept || !w) return []
     scales?.dy.give(dy, true)
     const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
-    const turned = isScaled(formats.dy) && !across && !formats.dwFrom
+    const turned = isScaled(own) && !across
     const dw = w.requiresGrad
       ? weightGradient(dy, turned ? kept.as(formats.x, { transposed: true }) : kept, w, formats)
       : null
     return [dx, dw, biasGradient(dy, b, formats)]
   })
   return y
-}
-
-/** What the gradient of the weight reads of x: the operand xq, one of its own, or x itself. */
-function keptOf(x: Tensor, xq: Tensor, { x: format, dwFrom }: LinearFormats): Tensor {
-  if (dwFrom) return x.as(dwFrom)
-  return hasRuns(format) ? x.as(format, { transposed: true }) : xq
 }
 
 const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
@@ -98,11 +93,7 @@ function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: 
   const dyq = dy.as(formats.dy).handle
   showOperands(w, { dy: dy.as(formats.dy) })
   const wanted = withAmax ? 'f32' : null
-  if (formats.wAcross) {
-    const scale = Tensor.own(native.scale_from_amax(w.amax().handle, formats.wAcross, 'pow2'))
-    w.adoptScale(formats.wAcross, scale)
-    scale.dispose()
-  }
+  if (formats.wAcross) w.adoptPowerOfTwo(formats.wAcross)
   const [handle, amax] = isScaled(formats.dy)
     ? native.matmul_nt(dyq, w.as(formats.wAcross ?? formats.w, { transposed: true }).handle, null, formats.dx, wanted)
     : native.matmul_nn(dyq, w.as(formats.w).handle, formats.dx, wanted)

@@ -332,6 +332,13 @@ export class Tensor implements Disposable {
     this.#scales.set(format, { tensor: scale.retain(), version: native.version(this.handle) })
   }
 
+  /** The same with the power of two that is not below the scale that they would measure. */
+  adoptPowerOfTwo(format: 'e4m3/t' | 'e5m2/t'): void {
+    const scale = Tensor.own(native.scale_from_amax(this.amax().handle, format, 'pow2'))
+    this.adoptScale(format, scale)
+    scale.dispose()
+  }
+
   /** The tensor of which this one is a twin. */
   get source(): Tensor | null {
     return this.#source
