@@ -26,15 +26,17 @@ import {
   start,
 } from './options.ts'
 import { profileOf, profileRows, profileTables, traceOf } from './profile.ts'
+import { type RecipesOptions, recipesBench, recipesDefaults, recipesHtml, recipesRows } from './recipes.ts'
 import {
-  type RecipesOptions,
-  recipesBench,
-  recipesDefaults,
-  recipesHtml,
-  recipesRows,
-  recipesTable,
-} from './recipes.ts'
-import { appendRows, fillSections, lossTable, markdownRows, parseRows, type Row, writeRows } from './row.ts'
+  appendRows,
+  fillSections,
+  lossTable,
+  markdownRows,
+  parseRows,
+  type Row,
+  recipeTable,
+  writeRows,
+} from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
 
 /** Runs one command; `print` takes what it has to say. */
@@ -170,11 +172,12 @@ export async function bench(args: readonly string[], print: (text: string) => vo
       const end = performance.now() + 1000 * (budget ?? Number.POSITIVE_INFINITY)
       const options = { ...rest, recipes: recipe, device, spent: () => performance.now() >= end }
       const { results, complete } = await recipesBench(options)
-      print(textTable(recipesTable(results)))
+      const rows = recipesRows(results, options)
+      print(textTable(recipeTable(rows)))
       for (const { recipe, stopped } of results) if (stopped !== null) print(`${recipe}: ${stopped}`)
       if (!complete) print(unfinished)
       if (html) writeWhole(html, await recipesHtml(results, options))
-      return recipesRows(results, options)
+      return rows
     },
   )
     .addOption(recipesOption('--recipe <names>', 'all'))

@@ -15,22 +15,12 @@ import {
   TextDataset,
   Trainer,
 } from '../lib/index.ts'
-import {
-  claim,
-  htmlTable,
-  Progress,
-  pageHtml,
-  peakOf,
-  showBytes,
-  showNumber,
-  type Table,
-  writeWhole,
-} from '../lib/report.ts'
+import { claim, htmlTable, Progress, pageHtml, peakOf, writeWhole } from '../lib/report.ts'
 import { corpus } from './corpus.ts'
 import { checkSetup, fileNameOf } from './kept.ts'
 import { quickstart } from './models.ts'
 import type { NamedRecipe } from './options.ts'
-import { makeRow, type Origin, originOf, percentile, type Row } from './row.ts'
+import { makeRow, type Origin, originOf, percentile, type Row, recipeTable } from './row.ts'
 
 export interface RecipesOptions {
   recipes: readonly NamedRecipe[]
@@ -216,31 +206,6 @@ function baseOf(result: RecipeResult, results: readonly RecipeResult[]): RecipeR
 
 const labelOf = ({ recipe, emulated }: RecipeResult) => (emulated ? `${recipe} (emulated)` : recipe)
 
-export function recipesTable(results: readonly RecipeResult[]): Table {
-  const difference = (result: RecipeResult) => {
-    const base = baseOf(result, results)?.validation ?? null
-    return base === null || result.validation === null ? '-' : signed(result.validation - base)
-  }
-  const head = ['recipe', 'steps', 'held-out loss', 'less bf16', 'B/param by formats', 'measured', 'kept for backward']
-  return {
-    head: [...head, 'tokens/s'],
-    rows: results.map((result) => [
-      labelOf(result),
-      String(result.steps),
-      result.validation?.toFixed(4) ?? 'stopped',
-      difference(result),
-      result.predicted.toFixed(3),
-      result.measured.toFixed(3),
-      showBytes(result.saved),
-      result.rates.length === 0 ? '-' : showNumber(percentile(settledRates(result), 50)),
-    ]),
-  }
-}
-
-function signed(x: number): string {
-  return `${x < 0 ? '' : '+'}${x.toFixed(4)}`
-}
-
 export function recipesRows(results: readonly RecipeResult[], options: RecipesOptions): Row[] {
   const { device, hidden, inner, layers, heads, batch, sequence } = options
   const sizes = { hidden, inner, layers, heads, batch, sequence }
@@ -259,13 +224,13 @@ export function recipesRows(results: readonly RecipeResult[], options: RecipesOp
   const bytes = { metric: 'bytes', unit: 'B/parameter' } as const
   const ended = results.filter(({ stopped }) => stopped === null)
   return [
+    ...rows({ kind: 'state', name: 'recipes/bytes/predicted', ...bytes }, results, ({ predicted }) => [predicted]),
+    ...rows({ kind: 'state', name: 'recipes/bytes/measured', ...bytes }, results, ({ measured }) => [measured]),
+    ...rows({ kind: 'memory', name: 'recipes/saved', metric: 'bytes', unit: 'B' }, results, ({ saved }) => [saved]),
     ...rows({ kind: 'train', name: 'recipes/validation', metric: 'loss', unit: 'nats' }, ended, ({ validation }) => [
       validation as number,
     ]),
     ...rows({ kind: 'train', name: 'recipes/tokens', metric: 'tokens', unit: 'tokens/s' }, ended, settledRates),
-    ...rows({ kind: 'state', name: 'recipes/bytes/predicted', ...bytes }, results, ({ predicted }) => [predicted]),
-    ...rows({ kind: 'state', name: 'recipes/bytes/measured', ...bytes }, results, ({ measured }) => [measured]),
-    ...rows({ kind: 'memory', name: 'recipes/saved', metric: 'bytes', unit: 'B' }, results, ({ saved }) => [saved]),
   ]
 }
 
@@ -300,7 +265,7 @@ export async function recipesHtml(results: readonly RecipeResult[], options: Rec
     'coat-fp8 recipes',
     [note, ...emulated, ...stops],
     [
-      { heading: 'Numbers', body: htmlTable(recipesTable(results)) },
+      { heading: 'Numbers', body: htmlTable(recipeTable(recipesRows(results, options))) },
       { heading: 'Loss', body: charts.join('\n') },
     ],
   )

@@ -262,9 +262,12 @@ export class GradientDiversity implements Disposable {
     })
   }
 
-  /** Adds the sample to the others, or drops it: of a step that was skipped. */
-  async settle(counts: boolean): Promise<void> {
+  /** Adds the sample, divided by the loss scale that it has, to the others; or drops it: of a step that was skipped. */
+  async settle(counts: boolean, lossScale = 1): Promise<void> {
     if (!counts || this.#sample.length === 0) return this.#drop()
+    if (lossScale !== 1)
+      for (const { handle, device } of this.#sample)
+        scope(() => native.multiply_into(handle, Tensor.from([1 / lossScale], [1], { device }).handle))
     const squares = await squaredNorms(this.#sample)
     this.#squares = squares.map((square, i) => square + (this.#squares[i] ?? 0))
     this.count += 1

@@ -9,7 +9,7 @@ import { type OpCase, opBench, opTable } from '../bench/measure.ts'
 import { casesLike, opCases } from '../bench/ops.ts'
 import { stateErrors, stateFormats } from '../bench/optimizer.ts'
 import { namedRecipes } from '../bench/options.ts'
-import { recipesBench, recipesDefaults, recipesHtml, recipesRows, recipesTable } from '../bench/recipes.ts'
+import { recipesBench, recipesDefaults, recipesHtml, recipesRows } from '../bench/recipes.ts'
 import {
   appendRows,
   fillSections,
@@ -17,6 +17,7 @@ import {
   markdownRows,
   parseRows,
   percentile,
+  recipeTable,
   rowProblem,
   writeRows,
 } from '../bench/row.ts'
@@ -240,6 +241,12 @@ describe('recipes', () => {
     const html = readFileSync(path('recipes.html'), 'utf8')
     for (const text of [said.join('\n'), html])
       for (const name of ['te-delayed', 'less bf16', 'kept for backward']) expect(text).toContain(name)
+    const filled = fillSections('<!-- recipes recipes.json -->\n<!-- end -->', (file) =>
+      readFileSync(path(file), 'utf8'),
+    )
+    expect(filled).toMatch(
+      /\n\| coat\+dw=f32 \| 3 \| \d\.\d{4} \| [+-]0\.\d{4} \| 10\.188 \| 10\.\d{3} \| [\d.]+ KiB \|/,
+    )
     expect(html).toContain('<svg')
   })
 
@@ -270,7 +277,7 @@ describe('recipes', () => {
       ['slow', 2, 2],
     ])
     const base = results[2]?.validation as number
-    const table = recipesTable(results).rows
+    const table = recipeTable(recipesRows(results, options)).rows
     expect(table[3]?.[0]).toBe('slow (emulated)')
     expect(Number(table[3]?.[3])).toBeCloseTo((results[3]?.validation as number) - base, 3)
     const row = recipesRows(results, options).find(({ name, recipe }) => name === 'recipes/tokens' && recipe === 'slow')

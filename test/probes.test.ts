@@ -305,15 +305,20 @@ describe.each(devices)('operands of a training on %s', (device) => {
 describe.each(devices)('gradient diversity on %s', (device) => {
   const test = it.skipIf(!present(device))
   /** Diversity of gradients that are given to the model's one matrix. */
-  async function diversity(gradients: number[][]): Promise<number> {
+  async function diversity(gradients: number[][], scales: number[] = []): Promise<number> {
     using layer = new Linear(build({ recipe: 'fp32', device }), 'layer', { inputs: 3, outputs: 1, bias: true })
     using probe = new GradientDiversity(layer)
-    for (const values of gradients) {
-      using gradient = Tensor.from(values, [1, 3], { device })
+    for (const [i, values] of gradients.entries()) {
+      const scale = scales[i] ?? 1
+      using gradient = Tensor.from(
+        values.map((x) => x * scale),
+        [1, 3],
+        { device },
+      )
       layer.weight.accumulate(gradient)
       probe.sample()
       layer.weight.dropGrad()
-      await probe.settle(true)
+      await probe.settle(true, scale)
     }
     expect(probe.count).toBe(gradients.length)
     return await probe.take()
@@ -329,6 +334,8 @@ describe.each(devices)('gradient diversity on %s', (device) => {
     expect(await diversity([a, b, c])).toBeCloseTo(1, 6)
     expect(await diversity([a, a, a])).toBeCloseTo(1 / 3, 6)
     expect(await diversity([a, [-1, 0, 0]])).toBeCloseTo(5, 5)
+    // as a loss scale has them that falls in between
+    expect(await diversity([a, [-1, 0, 0]], [65536, 32768])).toBeCloseTo(5, 5)
   })
 
   test('copies whole gradients before the update, of steps that count, and a training is the same with it', async () => {
