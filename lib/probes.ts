@@ -182,7 +182,7 @@ export interface OperandShares extends CodeShares {
 /**
  * Counts what FP8 makes of the operands of a model's products as it trains: inputs, weights, gradients of outputs. While it is
  * `active` all of them are copied to the host, so that it is meant for some steps, and some weights: `match` is a pattern of
- * their names. There is one at a time.
+ * their names. There is one at a time. It sees what runs op by op.
  */
 export class OperandProbe implements Disposable {
   active = true
@@ -211,12 +211,20 @@ export class OperandProbe implements Disposable {
   }
 }
 
-// Reads are queued behind what made the tensor, which may be freed at once.
-async function snapshot(tensor: Tensor): Promise<Counts> {
-  const { source, format, numel } = tensor
-  const values = source && source.numel === numel ? source.read() : null
-  const codes = tensor.readBytes()
-  return countsOf((await codes).subarray(0, numel), format, values && ((await values) as Float32Array))
+// Reads are queued behind what made the tensor, which may be freed at once. What cannot be read throws here and now.
+function snapshot({ handle, source, format, numel }: Tensor): Promise<Counts> {
+  const codes = native.read(handle)
+  return counted(codes, numel, format, source && source.numel === numel ? source.read() : null)
+}
+
+async function counted(
+  bytes: Promise<ArrayBuffer>,
+  numel: number,
+  format: Format,
+  values: ReturnType<Tensor['read']> | null,
+): Promise<Counts> {
+  const codes = new Uint8Array(await bytes, 0, numel)
+  return countsOf(codes, format, values && ((await values) as Float32Array))
 }
 
 async function added(first: Promise<Counts>, second: Promise<Counts>): Promise<Counts> {
