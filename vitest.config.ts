@@ -8,7 +8,7 @@ export default defineConfig({
     include: ['test/**/*.test.ts'],
     env: { COAT_GUARD: '1' },
     pool: 'forks',
-    testTimeout: 120_000,
+    testTimeout: 240_000,
     reporters: ['default', './scripts/count-reporter.mjs'],
   },
 })

@@ -26,15 +26,17 @@ import {
   start,
 } from './options.ts'
 import { profileOf, profileRows, profileTables, traceOf } from './profile.ts'
+import { type RecipesOptions, recipesBench, recipesDefaults, recipesHtml, recipesRows } from './recipes.ts'
 import {
-  type RecipesOptions,
-  recipesBench,
-  recipesDefaults,
-  recipesHtml,
-  recipesRows,
-  recipesTable,
-} from './recipes.ts'
-import { appendRows, fillSections, lossTable, markdownRows, parseRows, type Row, writeRows } from './row.ts'
+  appendRows,
+  fillSections,
+  lossTable,
+  markdownRows,
+  parseRows,
+  type Row,
+  recipeTable,
+  writeRows,
+} from './row.ts'
 import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
 
 /** Runs one command; `print` takes what it has to say. */
@@ -110,7 +112,7 @@ export async function bench(args: readonly string[], print: (text: string) => vo
       const end = performance.now() + 1000 * (budget ?? Number.POSITIVE_INFINITY)
       const { rows, complete } = await fidelityBench({ ...options, device, spent: () => performance.now() >= end })
       print(textTable(lossTable(rows)))
-      if (!complete) print('\nThe budget is spent before all is done: the same command goes on.')
+      if (!complete) print(unfinished)
       return rows
     },
   )
@@ -164,21 +166,29 @@ export async function bench(args: readonly string[], print: (text: string) => vo
   const usual = recipesDefaults
   command(
     'recipes',
-    'every recipe trained on the same text from the same seed: losses, bytes, rates',
-    async (device, { recipe, html, ...rest }: RecipesFlags) => {
+    'every recipe trained on the same text from the same seed: losses, bytes, rates; with --dir call it again to go on',
+    async (device, { recipe, html, budget, ...rest }: RecipesFlags) => {
       if (html) claim(html)
-      const options = { ...rest, recipes: recipe, device }
-      const results = await recipesBench(options)
-      print(textTable(recipesTable(results)))
+      const end = performance.now() + 1000 * (budget ?? Number.POSITIVE_INFINITY)
+      const options = { ...rest, recipes: recipe, device, spent: () => performance.now() >= end }
+      const { results, complete } = await recipesBench(options)
+      const rows = recipesRows(results, options)
+      print(textTable(recipeTable(rows)))
       for (const { recipe, stopped } of results) if (stopped !== null) print(`${recipe}: ${stopped}`)
+      if (!complete) print(unfinished)
       if (html) writeWhole(html, await recipesHtml(results, options))
-      return recipesRows(results, options)
+      return rows
     },
   )
     .addOption(recipesOption('--recipe <names>', 'all'))
+    .option('--dir <folder>', 'where what is done is kept')
+    .option('--budget <seconds>', 'no further recipe begins after this time', rate)
     .option('--steps <n>', 'steps of training', count, usual.steps)
-    .option('--hidden <n>', 'width of the model, where not that of the quick start', count)
-    .option('--layers <n>', 'layers of the model', count)
+    .option('--emulated-steps <n>', 'steps of recipes whose arithmetic is emulated', count, usual.emulatedSteps)
+    .option('--hidden <n>', 'width of the model', count, usual.hidden)
+    .option('--inner <n>', 'width of its MLP', count, usual.inner)
+    .option('--layers <n>', 'layers of the model', count, usual.layers)
+    .option('--heads <n>', 'heads of its attention', count, usual.heads)
     .option('--batch <n>', 'sequences of a step', count, usual.batch)
     .option('--sequence <n>', 'bytes of a sequence', count, usual.sequence)
     .option('--lr <rate>', 'the learning rate', rate, usual.lr)
@@ -226,10 +236,13 @@ interface StepFlags extends Omit<StepOptions, 'device' | 'recipes' | 'model'> {
   findModel?: boolean
 }
 
-interface RecipesFlags extends Omit<RecipesOptions, 'device' | 'recipes'> {
+interface RecipesFlags extends Omit<RecipesOptions, 'device' | 'recipes' | 'spent'> {
   recipe: NamedRecipe[]
   html?: string
+  budget?: number
 }
+
+const unfinished = '\nThe budget is spent before all is done: the same command goes on.'
 
 interface ProfileFlags {
   top: number

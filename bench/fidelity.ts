@@ -7,17 +7,17 @@ import {
   CoatError,
   cosine,
   type Device,
+  handOver,
   LlamaForCausalLM,
   type Param,
   saveCheckpoint,
-  scope,
-  Tensor,
   TextDataset,
   Trainer,
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
-import { claim, Progress, writeWhole } from '../lib/report.ts'
+import { claim, Progress } from '../lib/report.ts'
 import { corpus } from './corpus.ts'
+import { checkSetup, fileNameOf } from './kept.ts'
 import type { NamedRecipe } from './options.ts'
 import { appendRows, makeRow, parseRows, type Row } from './row.ts'
 
@@ -78,7 +78,7 @@ export async function fidelityBench(options: FidelityOptions): Promise<{ rows: R
   // the others' rows are compared with its own
   const recipes = [...options.recipes].sort((a, b) => Number(b.name === 'bf16') - Number(a.name === 'bf16'))
   claim(join(dir, 'rows.jsonl'))
-  checkSetup(options)
+  checkSetup('fidelity', dir, setupOf(options))
   const texts = corpus()
   let complete = true
   if (branchFrom === undefined) {
@@ -98,21 +98,9 @@ export async function fidelityBench(options: FidelityOptions): Promise<{ rows: R
   return { rows: doneRows(dir), complete }
 }
 
-/** A folder is for one set-up: its runs are compared with each other. */
-function checkSetup(options: FidelityOptions): void {
-  const { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail, device } = options
-  const setup = { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail, device: device.kind }
-  const file = join(options.dir, 'setup.json')
-  if (!existsSync(file)) writeWhole(file, `${JSON.stringify(setup)}\n`)
-  const known = JSON.parse(readFileSync(file, 'utf8')) as Record<string, unknown>
-  for (const [name, value] of Object.entries(setup))
-    if (known[name] !== value)
-      throw new CoatError(
-        `fidelity: ${name} is ${value}, and ${known[name]} in ${file}; take another folder`,
-        'value',
-        'fidelity',
-        name,
-      )
+function setupOf({ device, ...options }: FidelityOptions) {
+  const { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail } = options
+  return { hidden, inner, layers, heads, batch, sequence, steps, warmup, lr, tail, device: device.kind }
 }
 
 function doneRows(dir: string): Row[] {
@@ -243,7 +231,7 @@ async function wholeRun(
   const identity = wholeIdentity(options, seed)
   if (rowOf(options, recipe.name, identity)) return true
   if (options.spent?.()) return false
-  const name = `${recipe.name.replace(/[^\w.=+-]/g, '_')}-seed${seed}`
+  const name = `${fileNameOf(recipe.name)}-seed${seed}`
   {
     using model = modelOf(recipe, seed, options)
     using trainer = trainerOf(model, texts, seed, options)
@@ -285,7 +273,7 @@ async function branchRuns(
     if (options.spent?.()) return false
     using model = modelOf(recipe, seed, options)
     using trainer = trainerOf(model, texts, 1000 * seed + order, options)
-    await take(trainer, base, twin)
+    await handOver(base, trainer, twin ? move : null)
     const losses: number[] = []
     using progress = new Progress(`${recipe.name} order ${order}${twin ? ' twin' : ''}`, from + branchSteps)
     while (trainer.optimizer.steps < from + branchSteps) {
@@ -299,31 +287,6 @@ async function branchRuns(
   return true
 }
 
-/** Gives a trainer the weights, moments and step of another one, each in its own formats. */
-async function take(trainer: Trainer, base: Trainer, twin: number): Promise<void> {
-  const params = new Map(base.optimizer.params.map((param) => [param.name, param]))
-  for (const [i, param] of trainer.optimizer.params.entries()) {
-    const from = params.get(param.name) as Param
-    const old = base.optimizer.stateOf(from)
-    const own = trainer.optimizer.stateOf(param)
-    const values = (await (old.master ?? from.tensor).read()) as Float32Array
-    if (twin) await move(values, param, i)
-    param.write(values)
-    const { master } = own
-    if (master)
-      scope(() => {
-        const { shape, format, device } = master
-        native.assign(master.handle, Tensor.from(values, shape, { format, device }).handle)
-      })
-    for (const moment of ['m', 'v'] as const) {
-      const [source, target] = [old[moment], own[moment]]
-      if (source && target) await copyInto(target.handle, source.handle, target.format, moment)
-    }
-  }
-  trainer.optimizer.steps = base.optimizer.steps
-  trainer.batches = base.batches
-}
-
 /** Adds normal numbers to the values of a matrix. */
 async function move(values: Float32Array, { tensor }: Param, seed: number): Promise<void> {
   const [rows, columns] = tensor.shape
@@ -332,26 +295,4 @@ async function move(values: Float32Array, { tensor }: Param, seed: number): Prom
   const added = new Float32Array(await native.read(noise))
   native.free(noise)
   for (let i = 0; i < values.length; i++) values[i] = (values[i] as number) + (added[i] as number)
-}
-
-// Second moments are divided by: formats that would store the small ones as 0 have a conversion that does not.
-const floored =
-  native
-    .table()
-    .find(({ name }) => name === 'convert_floored')
-    ?.arguments.at(-1)?.formats ?? []
-
-async function copyInto(
-  target: number,
-  source: number,
-  format: Parameters<typeof native.convert>[2] | string,
-  moment: 'm' | 'v',
-) {
-  const convert = moment === 'v' && (floored as string[]).includes(format) ? native.convert_floored : native.convert
-  const made = (convert as (x: number, scale: null, y: string) => number)(source, null, format)
-  try {
-    native.write(target, new Uint8Array(await native.read(made)))
-  } finally {
-    native.free(made)
-  }
 }

@@ -198,6 +198,7 @@ export const opCases: readonly OpCase[] = [
   convert('f32', 'bf16'),
   convert('bf16', 'e4m3/g128'),
   convert('f32', 'e4m3/b128'),
+  convert('bf16', 'e4m3/r'),
   convert('e4m3/b128', 'bf16'),
   convert('f32', 'e4m3/x128'),
   convert('f32', 'd8/g256'),
@@ -209,6 +210,7 @@ export const opCases: readonly OpCase[] = [
   convertTransposed('f32', 'e4m3/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),
   convertTransposed('bf16', 'e4m3/g128'),
+  convertTransposed('bf16', 'e4m3/r'),
   convertTransposed('e4m3/b128', 'e4m3/b128'),
   {
     op: 'amax',
@@ -414,6 +416,9 @@ export const opCases: readonly OpCase[] = [
   matmul('matmul_nt', square, 'e4m3/g128', 'e4m3/b128', 'bf16', [...forward, down, ...fewTokens.slice(-2)]),
   matmul('matmul_nt', square, 'e4m3/g128', 'e4m3/b128', 'e4m3/g16', forward.slice(-1)),
   matmul('matmul_nt', square, 'e4m3/g128', 'e4m3/g128', 'f32', ofWeights),
+  // and a scale a row
+  matmul('matmul_nt', square, 'e4m3/r', 'e4m3/r', 'bf16', [...forward, down]),
+  matmul('matmul_nt', square, 'e4m3/r', 'e4m3/r', 'f32', ofWeights),
   matmul('matmul_nt_into', square, 'e4m3/g128', 'e4m3/g128', 'f32', ofWeights),
   matmul('matmul_nt_into', square, 'e5m2/t', 'e4m3/t', 'bf16', ofWeights),
   matmul('matmul_nt_into', square, 'e5m2/t', 'e4m3/t', 'f32', ofWeights),

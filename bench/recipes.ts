@@ -1,85 +1,160 @@
 // coat-bench recipes: every recipe trained on the same text from the same seed, in one table.
+import { existsSync, readFileSync } from 'node:fs'
+import { join } from 'node:path'
 import {
   adamw,
   CoatError,
   cosine,
   type Device,
+  type LlamaConfig,
   LlamaForCausalLM,
   memory,
   parameterBytes,
+  type Recipe,
   type StepMetrics,
   TextDataset,
   Trainer,
 } from '../lib/index.ts'
-import { htmlTable, Progress, pageHtml, peakOf, type Run, showBytes, showNumber, type Table } from '../lib/report.ts'
+import { claim, htmlTable, Progress, pageHtml, peakOf, writeWhole } from '../lib/report.ts'
 import { corpus } from './corpus.ts'
-import { configOf, quickstart } from './models.ts'
+import { checkSetup, fileNameOf } from './kept.ts'
+import { quickstart } from './models.ts'
 import type { NamedRecipe } from './options.ts'
-import { percentile, type Row, recipeRows } from './row.ts'
+import { makeRow, type Origin, originOf, percentile, type Row, recipeTable } from './row.ts'
 
 export interface RecipesOptions {
   recipes: readonly NamedRecipe[]
   device: Device
   steps: number
+  /** Of recipes whose arithmetic is emulated, which takes longer. */
+  emulatedSteps: number
+  hidden: number
+  inner: number
+  layers: number
+  heads: number
   batch: number
   sequence: number
-  /** Width of the model, where not that of the quick start. */
-  hidden?: number
-  layers?: number
   lr: number
+  /** Where finished runs are kept: a call that finds them there trains the others alone. */
+  dir?: string
+  /** Asked before every run: whether to stop here and go on at the next call. */
+  spent?: () => boolean
 }
+
+const { config: usual } = quickstart
 
 export const recipesDefaults = {
   steps: 100,
-  batch: quickstart.batch,
-  sequence: quickstart.sequence,
-  lr: quickstart.lr,
+  emulatedSteps: 20,
+  hidden: usual.hidden_size as number,
+  inner: usual.intermediate_size as number,
+  layers: usual.num_hidden_layers as number,
+  heads: usual.num_attention_heads as number,
+  batch: quickstart.batch as number,
+  sequence: quickstart.sequence as number,
+  lr: quickstart.lr as number,
 }
 
-/** What one recipe came to. */
-export interface RecipeResult extends Run {
-  steps: readonly StepMetrics[]
-  /** Nats a byte of held-out text; NaN where training had to stop. */
-  validation: number
+interface PlannedRun extends NamedRecipe {
+  emulated: boolean
+  steps: number
+}
+
+/** What one recipe came to: plain JSON. */
+export interface RecipeResult {
+  recipe: string
+  /** Whether its arithmetic is emulated: the losses are its own, bytes and rate are those of the emulation. */
+  emulated: boolean
+  /** Steps that it was to do. */
+  steps: number
+  losses: readonly number[]
+  /** Tokens a second, step by step. */
+  rates: readonly number[]
+  /** Most bytes kept for backward. */
+  saved: number
+  /** Nats a byte of held-out text; null where training had to stop. */
+  validation: number | null
   /** Why it had to. */
   stopped: string | null
-  /** Whether its arithmetic is imitated, so that rates say nothing and bytes are those of f32. */
-  emulated: boolean
   /** Bytes of a parameter, its state and its gradient: by the recipe's formats, and as the update began. */
   predicted: number
   measured: number
+  origin: Origin
 }
 
-export async function recipesBench(options: RecipesOptions): Promise<RecipeResult[]> {
-  const data = new TextDataset(corpus(), { sequence: options.sequence, seed: quickstart.seed })
+/** Runs what is not done yet; `complete` says whether everything is. */
+export async function recipesBench(options: RecipesOptions): Promise<{ results: RecipeResult[]; complete: boolean }> {
+  const { dir, sequence, spent } = options
+  if (dir) {
+    claim(join(dir, 'setup.json'))
+    checkSetup('recipes', dir, setupOf(options))
+  }
+  const data = new TextDataset(corpus(), { sequence, seed: quickstart.seed })
   const results: RecipeResult[] = []
-  for (const recipe of options.recipes) results.push(await trained(recipe, data, options))
-  return results
+  for (const run of plannedRuns(options)) {
+    const file = dir && join(dir, `${fileNameOf(run.name)}-${run.steps}.json`)
+    if (file && existsSync(file)) {
+      results.push(JSON.parse(readFileSync(file, 'utf8')))
+      continue
+    }
+    if (spent?.()) return { results, complete: false }
+    const result = await trained(run, data, options)
+    if (file) writeWhole(file, `${JSON.stringify(result)}\n`)
+    results.push(result)
+  }
+  return { results, complete: true }
 }
 
-function configFor({ hidden, layers, sequence }: RecipesOptions) {
-  const { config } = quickstart
-  if (hidden !== undefined) return configOf({ model: 'small', hidden, sequence, ...(layers ? { layers } : {}) })
+/** The runs by length, in each of which bf16 is the first: the others are compared with the one that is as long. */
+function plannedRuns({ recipes, steps, emulatedSteps }: RecipesOptions): PlannedRun[] {
+  const runs = recipes.map((named) => {
+    const emulated = isEmulated(named.recipe)
+    return { ...named, emulated, steps: emulated ? Math.min(steps, emulatedSteps) : steps }
+  })
+  const base = runs.find(({ name }) => name === 'bf16')
+  return [...new Set(runs.map((run) => run.steps))]
+    .sort((a, b) => b - a)
+    .flatMap((length) => [
+      ...(base ? [{ ...base, steps: length }] : []),
+      ...runs.filter((run) => run !== base && run.steps === length),
+    ])
+}
+
+function isEmulated(recipe: Recipe): boolean {
+  return 'emulated' in recipe && Boolean(recipe.emulated)
+}
+
+function setupOf({ device, ...options }: RecipesOptions) {
+  const { hidden, inner, layers, heads, batch, sequence, lr } = options
+  return { hidden, inner, layers, heads, batch, sequence, lr, device: device.kind }
+}
+
+function configOf({ hidden, inner, layers, heads, sequence }: RecipesOptions): LlamaConfig {
   return {
-    ...config,
-    num_hidden_layers: layers ?? config.num_hidden_layers,
-    max_position_embeddings: Math.max(sequence, config.max_position_embeddings),
+    ...usual,
+    hidden_size: hidden,
+    intermediate_size: inner,
+    num_hidden_layers: layers,
+    num_attention_heads: heads,
+    max_position_embeddings: Math.max(sequence, usual.max_position_embeddings),
+    // as the quick start has it at its width
+    initializer_range: usual.initializer_range * Math.sqrt(usual.hidden_size / hidden),
   }
 }
 
 async function trained(
-  { name, recipe }: NamedRecipe,
+  { name, recipe, emulated, steps }: PlannedRun,
   data: TextDataset,
   options: RecipesOptions,
 ): Promise<RecipeResult> {
-  const { device, steps, batch, lr } = options
+  const { device, batch, lr } = options
   const held = () => {
     const { param, state, grad } = memory().live
     return param + state + grad
   }
   const before = held()
   let bytes = 0
-  using model = new LlamaForCausalLM(configFor(options), { recipe, device, seed: quickstart.seed })
+  using model = new LlamaForCausalLM(configOf(options), { recipe, device, seed: quickstart.seed })
   using trainer = new Trainer(model, {
     data,
     batch,
@@ -105,83 +180,93 @@ async function trained(
       stopped = error.message
     }
   }
-  const parameters = model.parameters().reduce((sum, { tensor }) => sum + tensor.numel, 0)
+  const validation = stopped === null ? await trainer.validate(128) : null
   return {
     recipe: name,
-    steps: done,
-    validation: stopped === null ? await trainer.validate(128) : Number.NaN,
-    stopped,
-    emulated: Boolean(recipe.emulated),
+    emulated,
+    steps,
+    losses: done.map(({ loss }) => loss),
+    rates: done.map(({ tokensPerSecond }) => tokensPerSecond),
+    saved: peakOf(done).saved,
+    validation: Number.isFinite(validation) ? validation : null,
+    stopped: stopped ?? (Number.isFinite(validation) ? null : `the held-out loss is ${validation}`),
     predicted: parameterBytes(recipe).total,
-    measured: bytes / parameters,
+    measured: bytes / model.parameters().reduce((sum, { tensor }) => sum + tensor.numel, 0),
+    origin: originOf(device.kind),
   }
 }
 
 // The first steps also compile and allocate.
-const ratesOf = ({ steps }: RecipeResult) => {
-  const rates = steps.map(({ tokensPerSecond }) => tokensPerSecond)
-  return rates.length > 4 ? rates.slice(2) : rates
+const settledRates = ({ rates }: RecipeResult) => (rates.length > 4 ? rates.slice(2) : rates)
+
+/** bf16 over as many steps. */
+function baseOf(result: RecipeResult, results: readonly RecipeResult[]): RecipeResult | undefined {
+  return results.find((other) => other.recipe === 'bf16' && other.steps === result.steps && other !== result)
 }
 
-export function recipesTable(results: readonly RecipeResult[]): Table {
-  const base = results.find(({ recipe }) => recipe === 'bf16')?.validation
-  const loss = (x: number) => (Number.isFinite(x) ? x.toFixed(4) : 'stopped')
-  const difference = (x: number) => (base === undefined || !Number.isFinite(x) ? '-' : signed(x - base))
-  return {
-    head: ['recipe', 'held-out loss', 'less bf16', 'B/param by formats', 'measured', 'kept for backward', 'tokens/s'],
-    rows: results.map((result) => [
-      result.emulated ? `${result.recipe} (emulated)` : result.recipe,
-      loss(result.validation),
-      difference(result.validation),
-      result.predicted.toFixed(3),
-      result.measured.toFixed(3),
-      showBytes(peakOf(result.steps).saved),
-      result.steps.length === 0 ? '-' : showNumber(percentile(ratesOf(result), 50)),
-    ]),
-  }
-}
-
-function signed(x: number): string {
-  return `${x < 0 ? '' : '+'}${x.toFixed(4)}`
-}
+const labelOf = ({ recipe, emulated }: RecipeResult) => (emulated ? `${recipe} (emulated)` : recipe)
 
 export function recipesRows(results: readonly RecipeResult[], options: RecipesOptions): Row[] {
-  const { device, steps, batch, sequence } = options
-  const { hidden_size: hidden, num_hidden_layers: layers } = configFor(options)
-  const fields = { device: device.kind, shape: { hidden, layers, batch, sequence, steps } }
-  const train = { ...fields, kind: 'train' } as const
-  const state = { ...fields, kind: 'state', metric: 'bytes', unit: 'B/parameter' } as const
-  const bytes = { ...fields, kind: 'memory', metric: 'bytes', unit: 'B' } as const
+  const { device, hidden, inner, layers, heads, batch, sequence } = options
+  const sizes = { hidden, inner, layers, heads, batch, sequence }
+  const rows = (
+    quantity: Pick<Row, 'kind' | 'name' | 'metric' | 'unit'>,
+    of: readonly RecipeResult[],
+    values: (result: RecipeResult) => readonly number[],
+  ) =>
+    of.map((result) => {
+      const base = baseOf(result, of)
+      const shape = { ...sizes, steps: result.steps, ...(result.emulated ? { emulated: 1 } : {}) }
+      const baseline = base ? { name: 'bf16', median: percentile(values(base), 50) } : null
+      const fields = { ...quantity, ...result.origin, recipe: result.recipe, device: device.kind, shape, baseline }
+      return makeRow(fields, values(result))
+    })
+  const bytes = { metric: 'bytes', unit: 'B/parameter' } as const
   const ended = results.filter(({ stopped }) => stopped === null)
   return [
-    ...recipeRows(ended, { ...train, name: 'recipes/validation', metric: 'loss', unit: 'nats' }, (result) => [
-      result.validation,
+    ...rows({ kind: 'state', name: 'recipes/bytes/predicted', ...bytes }, results, ({ predicted }) => [predicted]),
+    ...rows({ kind: 'state', name: 'recipes/bytes/measured', ...bytes }, results, ({ measured }) => [measured]),
+    ...rows({ kind: 'memory', name: 'recipes/saved', metric: 'bytes', unit: 'B' }, results, ({ saved }) => [saved]),
+    ...rows({ kind: 'train', name: 'recipes/validation', metric: 'loss', unit: 'nats' }, ended, ({ validation }) => [
+      validation as number,
     ]),
-    ...recipeRows(ended, { ...train, name: 'recipes/tokens', metric: 'tokens', unit: 'tokens/s' }, ratesOf),
-    ...recipeRows(results, { ...state, name: 'recipes/bytes/predicted' }, (result) => [result.predicted]),
-    ...recipeRows(results, { ...state, name: 'recipes/bytes/measured' }, (result) => [result.measured]),
-    ...recipeRows(results, { ...bytes, name: 'recipes/saved' }, ({ steps }) => [peakOf(steps).saved]),
+    ...rows({ kind: 'train', name: 'recipes/tokens', metric: 'tokens', unit: 'tokens/s' }, ended, settledRates),
   ]
 }
 
+/** As many beside bf16 as a chart has colours. */
+const curvesPerChart = 5
+
 export async function recipesHtml(results: readonly RecipeResult[], options: RecipesOptions): Promise<string> {
-  const { steps, batch, sequence, device } = options
+  const { batch, sequence, device, hidden, layers } = options
   const { lossChart } = await import('../lib/charts.ts')
-  const chart = lossChart(
-    results.map(({ recipe, steps, validation }) => ({
-      name: recipe,
-      values: steps.map(({ loss }) => loss),
-      final: Number.isFinite(validation) ? validation : null,
-    })),
-  )
-  const note = `${steps} steps of ${batch} × ${sequence} bytes of the State of the Union addresses on ${device.kind.toUpperCase()}, the same seed and batches for every recipe. Losses are nats a byte; bytes a parameter are those of parameter, optimizer state and gradient.`
-  const stops = results.flatMap(({ recipe, stopped }) => (stopped === null ? [] : [`${recipe}: ${stopped}`]))
+  const charts: string[] = []
+  for (const steps of new Set(results.map((result) => result.steps))) {
+    const long = results.filter((result) => result.steps === steps)
+    const base = long.filter(({ recipe }) => recipe === 'bf16')
+    const others = long.filter((result) => !base.includes(result))
+    for (let i = 0; i === 0 || i < others.length; i += curvesPerChart)
+      charts.push(
+        lossChart(
+          [...base, ...others.slice(i, i + curvesPerChart)].map((result) => ({
+            name: labelOf(result),
+            values: result.losses,
+            final: result.validation,
+          })),
+        ),
+      )
+  }
+  const note = `A Llama of ${layers} layers and width ${hidden} on the State of the Union addresses, ${batch} × ${sequence} bytes a step, on ${device.kind.toUpperCase()}: the same seed and batches for every recipe. Losses are nats a byte, and compared with bf16 over as many steps; bytes a parameter are those of parameter, optimizer state and gradient.`
+  const emulated = results.some((result) => result.emulated)
+    ? ['Of emulated recipes the losses count; bytes and tokens a second are those of the emulation.']
+    : []
+  const stops = results.flatMap((result) => (result.stopped === null ? [] : [`${result.recipe}: ${result.stopped}`]))
   return pageHtml(
     'coat-fp8 recipes',
-    [note, ...stops],
+    [note, ...emulated, ...stops],
     [
-      { heading: 'Numbers', body: htmlTable(recipesTable(results)) },
-      { heading: 'Loss', body: chart },
+      { heading: 'Numbers', body: htmlTable(recipeTable(recipesRows(results, options))) },
+      { heading: 'Loss', body: charts.join('\n') },
     ],
   )
 }

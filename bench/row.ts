@@ -54,6 +54,19 @@ export interface Row {
   build: { node: string; cuda: string | null }
 }
 
+/** Where and when something is measured. */
+export type Origin = Pick<Row, 'gpu' | 'commit' | 'date' | 'build'>
+
+export function originOf(device: Row['device']): Origin {
+  return {
+    gpu: null,
+    commit: commit(),
+    date: new Date().toISOString(),
+    build: { node: process.versions.node, cuda: null },
+    ...(device === 'cuda' ? gpuFields() : {}),
+  }
+}
+
 /** A row from its measurements; what is left out has its usual value. */
 export function makeRow(
   fields: Pick<Row, 'kind' | 'name' | 'metric' | 'unit'> & Partial<Row>,
@@ -63,17 +76,13 @@ export function makeRow(
     schema: 1,
     recipe: null,
     device: 'cpu',
-    gpu: null,
     formats: {},
     median: percentile(measured, 50),
     p20: percentile(measured, 20),
     p80: percentile(measured, 80),
     n: measured.length,
     baseline: null,
-    commit: commit(),
-    date: new Date().toISOString(),
-    build: { node: process.versions.node, cuda: null },
-    ...(fields.device === 'cuda' ? gpuFields() : {}),
+    ...originOf(fields.device ?? 'cpu'),
     ...fields,
     shape: { ...(fields.device === 'cuda' ? {} : { threads: native.threads() }), ...fields.shape },
   }
@@ -305,6 +314,43 @@ export function lossTable(rows: readonly Row[]): Table {
   }
 }
 
+/** What `coat-bench recipes` measures, a line a recipe and length. Of rows about the same thing the last counts. */
+export function recipeTable(rows: readonly Row[]): Table {
+  const lines = new Map<string, Map<string, Row>>()
+  for (const row of rows) {
+    const { threads: _, ...shape } = row.shape
+    const key = JSON.stringify([row.recipe, row.device, shape])
+    const line = lines.get(key) ?? new Map()
+    lines.set(key, line.set(row.name, row))
+  }
+  const head = ['recipe', 'steps', 'held-out loss', 'less bf16', 'B/param by formats', 'measured', 'kept for backward']
+  return {
+    head: [...head, 'tokens/s'],
+    rows: [...lines.values()].map((line) => {
+      const [{ recipe, shape }] = [...line.values()] as [Row]
+      const cell = (name: string, show: (row: Row) => string, otherwise = '-') => {
+        const row = line.get(`recipes/${name}`)
+        return row ? show(row) : otherwise
+      }
+      const less = ({ median, baseline }: Row) => (baseline ? difference(median - baseline.median) : '-')
+      return [
+        shape.emulated ? `${recipe} (emulated)` : String(recipe),
+        String(shape.steps),
+        cell('validation', ({ median }) => median.toFixed(4), 'stopped'),
+        cell('validation', less),
+        cell('bytes/predicted', ({ median }) => median.toFixed(3)),
+        cell('bytes/measured', ({ median }) => median.toFixed(3)),
+        cell('saved', ({ median }) => showBytes(median)),
+        cell('tokens', ({ median }) => showNumber(median)),
+      ]
+    }),
+  }
+}
+
+function difference(x: number): string {
+  return `${x < 0 ? '' : '+'}${x.toFixed(4)}`
+}
+
 function words(entries: Record<string, string | number>): string {
   return Object.entries(entries)
     .map(([name, value]) => `${name} ${value}`)
@@ -313,24 +359,24 @@ function words(entries: Record<string, string | number>): string {
 
 const notMeasured = 'Not measured yet.'
 const section =
-  /(<!-- (?:rows (\S+)(?: (\S+) (\S+))?|compare (\S+) (\S+) (\S+)|losses (\S+)) -->\n)[\s\S]*?(<!-- end -->)/g
+  /(<!-- (?:rows (\S+)(?: (\S+) (\S+))?|compare (\S+) (\S+) (\S+)|losses (\S+)|recipes (\S+)) -->\n)[\s\S]*?(<!-- end -->)/g
 
 /**
  * A Markdown text with its sections filled from rows of files, of which `read` gives '' for one that is not there:
  * `<!-- rows FILE [NAME METRIC] -->` … `<!-- end -->`, where NAME begins the names of rows, or is `*`; and
- * `<!-- compare FILE BASE NAME,NAME -->` … `<!-- end -->`, as `compareRows` does; `<!-- losses FILE -->` … `<!-- end -->`.
+ * `<!-- compare FILE BASE NAME,NAME -->` … `<!-- end -->`, as `compareRows` does; `<!-- losses FILE -->` and `<!-- recipes FILE -->` … `<!-- end -->`.
  */
 export function fillSections(markdown: string, read: (file: string) => string): string {
-  return markdown.replace(section, (_, start, file, name, metric, compared, base, names, losses, end) => {
-    const rows = parseRows(read(file ?? compared ?? losses))
+  return markdown.replace(section, (_, start, file, name, metric, compared, base, names, losses, recipes, end) => {
+    const rows = parseRows(read(file ?? compared ?? losses ?? recipes))
     const wanted = (row: Row) => !name || ((name === '*' || row.name.startsWith(name)) && row.metric === metric)
     const chosen = rows.filter(wanted)
     const table = compared
       ? compareRows(rows, base, names.split(','))
       : chosen.length === 0
         ? notMeasured
-        : losses
-          ? markdownTable(lossTable(chosen))
+        : losses || recipes
+          ? markdownTable((losses ? lossTable : recipeTable)(chosen))
           : markdownRows(chosen)
     return `${start}${table}\n${end}`
   })

@@ -66,13 +66,13 @@ COAT_HD void count_infs(Status* status, uint32_t infs) {
 // The smallest power of two that is not below x, which is positive and finite.
 COAT_HD float power_not_below(float x) { return float_of((bits_of(x) + 0x7fffffu) & 0x7f800000u); }
 
-// Scale that maps the range's maximum to the largest code; 1 / max for a range of zeros. Of f16 the power of two that
-// is not below it (FP8-LM): codes then round as values do.
-template <class Code>
+// Scale that maps the range's maximum to the largest code; 1 / max for a range of zeros. Pow2, as always of f16
+// (FP8-LM): the power of two that is not below it, under which codes round as values do.
+template <class Code, bool Pow2 = Code::bits == 16>
 COAT_HD float scale_for(const Range& range) {
   const float amax = range.max == 0 ? 1.f : float_of(range.max);
   const float exact = amax / Code::max();
-  const float scale = Code::bits == 16 ? power_not_below(exact) : exact;
+  const float scale = Pow2 ? power_not_below(exact) : exact;
   return scale < kMinNormal ? kMinNormal : scale;
 }
 
@@ -154,9 +154,9 @@ struct PerTensor : Scaled<Code, float> {
 };
 
 // One scale a run of N in a row; the last run of a row may be short. Scale of N = 16: bf16 rounded up, else f32.
-template <class Code, DType Type, int N>
+template <class Code, DType Type, int N, bool Pow2 = false>
 struct Runs : Scaled<Code, std::conditional_t<N == 16, uint16_t, float>> {
-  static constexpr Format format() { return {Type, Scaling::run, N}; }
+  static constexpr Format format() { return {Type, Scaling::run, N, Pow2}; }
   static constexpr int run = N;
   using Scale = std::conditional_t<N == 16, uint16_t, float>;
   using Base = Scaled<Code, Scale>;
@@ -168,7 +168,7 @@ struct Runs : Scaled<Code, std::conditional_t<N == 16, uint16_t, float>> {
   }
   COAT_HD Sealed seal(int64_t b, const Range& range) const {
     count_infs(status, range.infs);
-    float s = scale_for<Code>(range);
+    float s = scale_for<Code, Pow2>(range);
     if constexpr (N == 16) {
       scale[b] = BFloat16::encode_up(s);
       s = BFloat16::decode(scale[b]);
@@ -180,10 +180,10 @@ struct Runs : Scaled<Code, std::conditional_t<N == 16, uint16_t, float>> {
 };
 
 // One f32 scale a block of N x N of a matrix; the last ones of its rows and columns may be short.
-template <class Code, DType Type, int N>
-struct Blocks : Runs<Code, Type, N> {
-  static constexpr Format format() { return {Type, Scaling::block, N}; }
-  using Runs<Code, Type, N>::Runs;
+template <class Code, DType Type, int N, bool Pow2 = false>
+struct Blocks : Runs<Code, Type, N, Pow2> {
+  static constexpr Format format() { return {Type, Scaling::block, N, Pow2}; }
+  using Runs<Code, Type, N, Pow2>::Runs;
 };
 
 // Dynamic range expansion (COAT section 3.2): x is stored as sign(x) * (|x| / centre)^k / scale, in runs of N over the
@@ -338,6 +338,9 @@ using E4M3G64 = Runs<E4M3, DType::e4m3, 64>;
 using E4M3G128 = Runs<E4M3, DType::e4m3, 128>;
 using E4M3G256 = Runs<E4M3, DType::e4m3, 256>;
 using E4M3B128 = Blocks<E4M3, DType::e4m3, 128>;
+using E4M3R = Runs<E4M3, DType::e4m3, kWholeRow, true>;
+using E4M3G128P2 = Runs<E4M3, DType::e4m3, 128, true>;
+using E4M3B128P2 = Blocks<E4M3, DType::e4m3, 128, true>;
 using E4M3X64 = Expanded<E4M3, DType::e4m3, 64>;
 using E4M3X128 = Expanded<E4M3, DType::e4m3, 128>;
 using E4M3X256 = Expanded<E4M3, DType::e4m3, 256>;

@@ -44,15 +44,17 @@ template <class... Parts>
 // i8: whole numbers. d8, u8, d4, u4: codes of maps, of 8 or 4 bits, for signed and for positive numbers.
 enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i8, d8, u8, d4, u4, i32 };
 // none: plain values. tensor: one f32 scale (/t). run: a scale a run of n in a row (/gN; bf16 rounded up for n = 16,
-// else f32). block: an f32 scale a block of n x n of a matrix of rows() x cols() (/bN). flat: an f32 scale a run of n
-// over the flat tensor (/gN of maps). expand: the same with exponent k and centre (/xN). remainder: a second code an
-// element, for what the first leaves (bf16x2).
+// else f32), or a whole row (/r). block: an f32 scale a block of n x n of a matrix of rows() x cols() (/bN). flat: an
+// f32 scale a run of n over the flat tensor (/gN of maps). expand: the same with exponent k and centre (/xN).
+// remainder: a second code an element, for what the first leaves (bf16x2).
 enum class Scaling : uint8_t { none, tensor, run, block, flat, expand, remainder };
+constexpr int32_t kWholeRow = -1;  // the run of /r
 
 struct Format {
   DType dtype = DType::f32;
   Scaling scaling = Scaling::none;
   int32_t run = 0;
+  bool pow2 = false;  // scales of runs and blocks are powers of two
   bool operator==(const Format&) const = default;
 };
 
@@ -73,6 +75,9 @@ inline constexpr struct {
     {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
     {"e4m3/g256", {DType::e4m3, Scaling::run, 256}},
     {"e4m3/b128", {DType::e4m3, Scaling::block, 128}},
+    {"e4m3/r", {DType::e4m3, Scaling::run, kWholeRow, true}},
+    {"e4m3/g128p2", {DType::e4m3, Scaling::run, 128, true}},
+    {"e4m3/b128p2", {DType::e4m3, Scaling::block, 128, true}},
     {"e4m3/x64", {DType::e4m3, Scaling::expand, 64}},
     {"e4m3/x128", {DType::e4m3, Scaling::expand, 128}},
     {"e4m3/x256", {DType::e4m3, Scaling::expand, 256}},
@@ -149,6 +154,12 @@ inline std::string text_of(const Shape& shape) {
   return text + "]";
 }
 
+// Runs of a row of so many elements, the last of which may be short.
+inline int64_t runs_of_row(const Format& format, int64_t cols) {
+  const int64_t run = format.run == kWholeRow ? cols : format.run;
+  return cols == 0 ? 0 : (cols + run - 1) / run;
+}
+
 // Number of scales that a tensor of this format and shape carries.
 inline int64_t blocks_of(const Format& format, const Shape& shape) {
   switch (format.scaling) {
@@ -157,9 +168,9 @@ inline int64_t blocks_of(const Format& format, const Shape& shape) {
     case Scaling::tensor:
       return 1;
     case Scaling::run:
-      return shape.rows() * ((shape.cols() + format.run - 1) / format.run);
+      return shape.rows() * runs_of_row(format, shape.cols());
     case Scaling::block:
-      return ((shape.rows() + format.run - 1) / format.run) * ((shape.cols() + format.run - 1) / format.run);
+      return runs_of_row(format, shape.rows()) * runs_of_row(format, shape.cols());
     case Scaling::flat:
     case Scaling::expand:
       return (shape.numel() + format.run - 1) / format.run;

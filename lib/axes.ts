@@ -24,9 +24,11 @@ type Axis = Exclude<keyof Recipe, 'layers' | 'emulated'>
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
-  x: ['f32', 'bf16', 'e4m3/t', 'e4m3/g128'],
-  w: ['f32', 'bf16', 'e4m3/t', 'e4m3/b128'],
-  dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/g128'],
+  x: ['f32', 'bf16', 'e4m3/t', 'e4m3/r', 'e4m3/g128', 'e4m3/g128p2'],
+  w: ['f32', 'bf16', 'e4m3/t', 'e4m3/r', 'e4m3/b128', 'e4m3/b128p2'],
+  dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/r', 'e4m3/g128', 'e4m3/g128p2'],
+  dwFrom: ['operands', 'stream'],
+  accumulate: ['split'],
   scale: ['current'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
@@ -45,12 +47,19 @@ const operands = [
   ['f32', 'f32', 'f32'],
   ['bf16', 'bf16', 'bf16'],
   ['e4m3/t', 'e4m3/t', 'e5m2/t'],
+  ['e4m3/r', 'e4m3/r', 'e4m3/r'],
   ['e4m3/g128', 'e4m3/b128', 'e4m3/g128'],
+  ['e4m3/g128p2', 'e4m3/b128p2', 'e4m3/g128p2'],
 ]
+
+// Why an axis has no more values.
+const reasons: { readonly [Name in Axis]?: string } = {
+  accumulate: ': no kernel leaves sums of all of K to the tensor cores, where 14 bits are kept of them',
+}
 
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
-    text: 'x, w and dy must be all f32, all bf16, or e4m3/t, e4m3/t and e5m2/t, or e4m3/g128, e4m3/b128 and e4m3/g128',
+    text: `x, w and dy must be ${operands.map((row) => row.join(', ')).join('; or ')}`,
     holds: ({ x, w, dy }) => operands.some((legal) => legal.join() === [x, w, dy].join()),
   },
   { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
@@ -62,6 +71,11 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
     text: "a delayed scale needs x 'e4m3/t' and param 'f32' or 'bf16'",
     holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
+  },
+  {
+    text: "dwFrom 'stream' needs x 'e4m3/r' or plain, and param 'f32' or 'bf16'",
+    holds: ({ dwFrom, x, param }) =>
+      dwFrom === 'operands' || !isScaled(x) || (x === 'e4m3/r' && (param === 'f32' || param === 'bf16')),
   },
   {
     text: "attention other than 'stream' needs stream 'bf16'",
@@ -123,7 +137,7 @@ function checked(which: Recipe, where = ''): Recipe {
     const value = which[axis as Axis]
     if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
       refuse(
-        `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`,
+        `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}${reasons[axis as Axis] ?? ''}`,
         `${where}${axis}`,
       )
   }

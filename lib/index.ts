@@ -9,6 +9,21 @@ export {
   saveCheckpoint,
 } from './checkpoint.ts'
 export {
+  type ChangeValues,
+  type Choice,
+  handOver,
+  type LayerSearch,
+  type LayerSearchOptions,
+  Muppet,
+  type MuppetOptions,
+  type Picked,
+  type PickOptions,
+  PrecisionSwitch,
+  pickConfiguration,
+  type SwitchOptions,
+  searchLayers,
+} from './controllers.ts'
+export {
   type Batch,
   type DataState,
   type Dataset,
@@ -28,6 +43,7 @@ export {
   sumGradients,
 } from './exchange.ts'
 export type { GenerateOptions } from './generate.ts'
+export { GridDescent, type GridOptions, morrisEstimate } from './grid.ts'
 export type { SpikeOptions } from './guard.ts'
 export {
   type Document,
@@ -77,6 +93,18 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
+export {
+  type Accumulator,
+  accumulated,
+  type CodeShares,
+  codeShares,
+  GradientDiversity,
+  type LogitModel,
+  modelSharpness,
+  OperandProbe,
+  type OperandShares,
+  sharpness,
+} from './probes.ts'
 export {
   type Arithmetic,
   type DelayedScaling,

@@ -296,8 +296,9 @@ export function linearFormats(
   recipe: Recipe,
   options: { plain?: boolean; result?: ops.LinearFormats['y'] },
 ): ops.LinearFormats {
-  const { stream } = recipe
-  const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x: recipe.x, w: recipe.w, dy: recipe.dy }
+  const { stream, x, w, dy, dwFrom } = recipe
+  const exact = dwFrom === 'stream' && isScaled(x) ? ({ wAcross: 'e4m3/t', dwFrom: stream } as const) : {}
+  const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x, w, dy, ...exact }
   return { ...operands, y: options.result ?? stream, dx: stream, dw: gradientOf(recipe) }
 }
 

@@ -2,6 +2,7 @@
 import { emulatedLinear, type PlacedEmulation } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
+import { showOperands } from './operands.ts'
 import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
@@ -19,6 +20,10 @@ export interface LinearFormats {
   w: FloatFormat
   /** Operand dy [M, N]. */
   dy: FloatFormat
+  /** Operand w of dx where it is not in the format of w: one scale, a power of two. */
+  wAcross?: 'e4m3/t'
+  /** Operands x and dy of dw where they are not in the formats of x and dy. */
+  dwFrom?: Plain
   /** Result y [M, N]. */
   y: Plain | 'e4m3/g16'
   /** Result dx [M, K]. */
@@ -36,9 +41,9 @@ export interface LinearScales {
   dy: DelayedScale
 }
 
-// Runs lie along the sum of a product, so that the gradient of the weight needs others than y does.
+// Scales of runs and rows lie along the sum of a product, so that the gradient of the weight needs others than y does.
 function hasRuns(format: FloatFormat): boolean {
-  return format === 'e4m3/g128'
+  return isScaled(format) && !format.endsWith('/t')
 }
 
 function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
@@ -61,13 +66,14 @@ export function linear(
   const xq = x.as(formats.x)
   const y = product(xq, w, b, formats, turn)
   if (!tape) return y
-  const across = hasRuns(formats.x)
-  const kept = across && w.requiresGrad ? x.as(formats.x, { transposed: true }) : xq
+  const own = formats.dwFrom ?? formats.x
+  const across = hasRuns(own)
+  const kept = w.requiresGrad ? x.as(own, { transposed: across }) : xq
   tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
     if (!kept || !w) return []
     scales?.dy.give(dy, true)
     const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
-    const turned = isScaled(formats.dy) && !across
+    const turned = isScaled(own) && !across
     const dw = w.requiresGrad
       ? weightGradient(dy, turned ? kept.as(formats.x, { transposed: true }) : kept, w, formats)
       : null
@@ -78,7 +84,6 @@ export function linear(
 
 const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
 
-/** x wᵀ + b of an operand x [M, K]. */
 /** How q and k of the rows of a product are turned by position (`ropeTable`); the gradient of attention turns back. */
 export type HeadTurn = Pick<AttentionOptions, 'starts' | 'heads' | 'kvHeads' | 'headDim'> & { rope: Tensor }
 
@@ -87,6 +92,7 @@ export function turnsHeads({ x, y }: LinearFormats): boolean {
   return y === 'bf16' && (x === 'bf16' || x === 'e4m3/t')
 }
 
+/** x wᵀ + b of an operand x [M, K], turned if asked. */
 function product(
   xq: Tensor,
   w: Tensor,
@@ -94,19 +100,21 @@ function product(
   formats: LinearFormats,
   turn: HeadTurn | null = null,
 ): Tensor {
-  const [x, wq, bias] = [xq.handle, w.as(formats.w).handle, b?.handle ?? null]
+  const wq = w.as(formats.w)
+  if (Tape.current) showOperands(w, { x: xq, w: wq })
+  const bias = b?.handle ?? null
   const handle = turn
     ? native.matmul_nt_rope(
         turn.rope.handle,
-        x,
-        wq,
+        xq.handle,
+        wq.handle,
         bias,
         turn.starts?.handle ?? null,
         turn.heads,
         turn.kvHeads,
         turn.headDim,
       )
-    : native.matmul_nt(x, wq, bias, formats.y, null)[0]
+    : native.matmul_nt(xq.handle, wq.handle, bias, formats.y, null)[0]
   const y = Tensor.own(handle, formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
@@ -116,9 +124,11 @@ function product(
 /** dy w [M, K], with its largest magnitude where that is wanted. */
 function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean): Tensor {
   const dyq = dy.as(formats.dy).handle
+  showOperands(w, { dy: dy.as(formats.dy) })
   const wanted = withAmax ? 'f32' : null
+  if (formats.wAcross) w.adoptPowerOfTwo(formats.wAcross)
   const [handle, amax] = isScaled(formats.dy)
-    ? native.matmul_nt(dyq, w.as(formats.w, { transposed: true }).handle, null, formats.dx, wanted)
+    ? native.matmul_nt(dyq, w.as(formats.wAcross ?? formats.w, { transposed: true }).handle, null, formats.dx, wanted)
     : native.matmul_nn(dyq, w.as(formats.w).handle, formats.dx, wanted)
   const dx = Tensor.own(handle, formats.dx)
   if (amax !== null) dx.adoptAmax(amax)
@@ -131,8 +141,9 @@ function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: 
  * already.
  */
 function weightGradient(dy: Tensor, x: Tensor, w: Tensor, formats: LinearFormats): Tensor | null {
-  const scaled = isScaled(formats.dy)
-  const left = dy.as(formats.dy, { transposed: scaled }).handle
+  const operand = formats.dwFrom ?? formats.dy
+  const scaled = isScaled(operand)
+  const left = dy.as(operand, { transposed: scaled }).handle
   const held = w.sink?.held
   if (held) {
     const add = scaled ? native.matmul_nt_into : native.matmul_tn_into

@@ -36,12 +36,22 @@ export interface Emulation {
 
 /** How a model is trained, axis by axis. */
 export interface Recipe {
-  /** GEMM operand: input; of `e4m3/g128` there is one more for the gradient of the weight, with runs along its rows. */
-  x: Plain | 'e4m3/t' | 'e4m3/g128'
+  /**
+   * GEMM operand: input. In runs and rows there is one more for the gradient of the weight, with scales along its rows; those of
+   * `e4m3/r`, and with `p2`, are powers of two.
+   */
+  x: Plain | 'e4m3/t' | 'e4m3/r' | 'e4m3/g128' | 'e4m3/g128p2'
   /** GEMM operand: weight. */
-  w: Plain | 'e4m3/t' | 'e4m3/b128'
+  w: Plain | 'e4m3/t' | 'e4m3/r' | 'e4m3/b128' | 'e4m3/b128p2'
   /** GEMM operand: gradient of the output. */
-  dy: Plain | 'e5m2/t' | 'e4m3/g128'
+  dy: Plain | 'e5m2/t' | 'e4m3/r' | 'e4m3/g128' | 'e4m3/g128p2'
+  /**
+   * What the gradient of a weight is a product of: x and dy as operands, or as the `stream` has them. With the latter the weight
+   * has one scale, a power of two, in the gradient of the input, as torchao's recipe rowwise_with_gw_hp.
+   */
+  dwFrom: 'operands' | 'stream'
+  /** How FP8 products are summed: in FP32 from every 128 of K on. */
+  accumulate: 'split'
   /** How a per-tensor scale is chosen: `current` measures every tensor; else it follows from the last steps. */
   scale: 'current' | DelayedScaling
   /** What nonlinear ops keep of their inputs for backward; with the stream's format they read it, too, whatever the flow. */
@@ -90,38 +100,40 @@ const e8m5 = { operand: 'e8m5', sum: 'e8m5', chunk: 0, lossScale: 1, update: nul
 
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {
-  //                   GEMM x, w, dy                                        scale             kept, flow                      stream          attention            parameter, master, rounding, gradient                                  moments
-  fp32:              { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  bf16:              { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32'       },
-  coat:              { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
-  'coat-paper':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
-  'coat-bf16':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
+  //                    GEMM x, w, dy, what dw is made from, sums                                                                  scale             kept, flow                      stream          attention            parameter, master, rounding, gradient                                  moments
+  fp32:               { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  bf16:               { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32'       },
+  coat:               { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
+  'coat-paper':       { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
+  'coat-bf16':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'e4m3/g16', flow: 'fp8',  stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/x128', v: 'e4m3/x128' },
   // no more than bf16, and what keeps small updates of its parameters
-  'bf16-pure':       { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'bf16-stochastic': { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'bf16-kahan':      { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'kahan',      dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'collage-light':   { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
-  'collage-plus':    { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16x2'    },
+  'bf16-pure':        { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'bf16-stochastic':  { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'bf16-kahan':       { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'kahan',      dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'collage-light':    { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16'      },
+  'collage-plus':     { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16x2', master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'bf16',      v: 'bf16x2'    },
   // states alone: torchao with its stochastic rounding, bitsandbytes without
-  adamw8bit:         { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
-  adamw4bit:         { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'd4/g128',   v: 'u4/g128'   },
-  adamwfp8:          { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/g256', v: 'e4m3/g256' },
-  'bnb-adam8bit':    { x: 'bf16',      w: 'bf16',      dy: 'bf16',      scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
-  // products alone: Transformer Engine and torchao a tensor, Transformer Engine and DeepSeek-V3 a block
-  'te-current':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'ao-tensorwise':   { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'te-delayed':      { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: history,   saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'te-block':        { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
-  'deepseek-v3':     { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
+  adamw8bit:          { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
+  adamw4bit:          { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'd4/g128',   v: 'u4/g128'   },
+  adamwfp8:           { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'stochastic', dw: 'bf16',   m: 'e4m3/g256', v: 'e4m3/g256' },
+  'bnb-adam8bit':     { x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'd8/g256',   v: 'u8/g256'   },
+  // products alone: Transformer Engine and torchao a tensor (the same), torchao a row, Transformer Engine and DeepSeek-V3 a block
+  'te-current':       { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'ao-tensorwise':    { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'te-delayed':       { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: history,   saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'ao-rowwise':       { x: 'e4m3/r',      w: 'e4m3/r',      dy: 'e4m3/r',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'ao-rowwise-gw-hp': { x: 'e4m3/r',      w: 'e4m3/r',      dy: 'e4m3/r',      dwFrom: 'stream',   accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'te-block':         { x: 'e4m3/g128p2', w: 'e4m3/b128p2', dy: 'e4m3/g128p2', dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
+  'deepseek-v3':      { x: 'e4m3/g128',   w: 'e4m3/b128',   dy: 'e4m3/g128',   dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
   // FP8-LM: its parameters and gradients, then its moments
-  'fp8-lm-o1':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
-  'fp8-lm-o2':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
-  'fp8-lm-o3':       { x: 'e4m3/t',    w: 'e4m3/t',    dy: 'e5m2/t',    scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
+  'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
   // emulated: what no machine here computes, as f32 values
-  'wang-152':        { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: wang },
-  'gupta-fixed':     { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: gupta },
-  e8m3:              { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m3 },
-  e8m5:              { x: 'f32',       w: 'f32',       dy: 'f32',       scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m5 },
+  'wang-152':         { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: wang },
+  'gupta-fixed':      { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: gupta },
+  e8m3:               { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m3 },
+  e8m5:               { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m5 },
 } as const satisfies Record<string, Recipe>
 
 export type RecipeName = keyof typeof recipes

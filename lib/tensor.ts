@@ -10,7 +10,7 @@ import {
   type TensorInfo,
 } from './native.ts'
 
-/** A format word: `dtype[/t | /gN | /bN | /xN]`; `bf16x2` is a value and its remainder (csrc/tensor.h). */
+/** A format word: `dtype[/t | /r | /gN | /bN | /xN]`, `p2` for scales that are powers of two; `bf16x2` is a value and its remainder (csrc/tensor.h). */
 export type Format = AnyFormat
 /** Formats of numbers, as against ids. */
 export type FloatFormat = Exclude<Format, 'i32'>
@@ -95,6 +95,7 @@ export type { Bytes, MemoryUsage }
 
 /** Receives the gradients of a tensor that outlives the tape: a parameter. */
 export interface GradientSink {
+  readonly name?: string
   accumulate(gradient: Tensor): void
   /** Backward has no more gradients for it, and reads its tensor no more. */
   complete?(): void
@@ -336,6 +337,13 @@ export class Tensor implements Disposable {
   adoptScale(format: Format, scale: Tensor): void {
     this.#scales.get(format)?.tensor.release()
     this.#scales.set(format, { tensor: scale.retain(), version: native.version(this.handle) })
+  }
+
+  /** The same with the power of two that is not below the scale that they would measure. */
+  adoptPowerOfTwo(format: 'e4m3/t' | 'e5m2/t'): void {
+    const scale = Tensor.own(native.scale_from_amax(this.amax().handle, format, 'pow2'))
+    this.adoptScale(format, scale)
+    scale.dispose()
   }
 
   /** The tensor of which this one is a twin. */

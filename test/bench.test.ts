@@ -8,6 +8,8 @@ import { bench } from '../bench/cli.ts'
 import { type OpCase, opBench, opTable } from '../bench/measure.ts'
 import { casesLike, opCases } from '../bench/ops.ts'
 import { stateErrors, stateFormats } from '../bench/optimizer.ts'
+import { namedRecipes } from '../bench/options.ts'
+import { recipesBench, recipesDefaults, recipesHtml, recipesRows } from '../bench/recipes.ts'
 import {
   appendRows,
   fillSections,
@@ -15,11 +17,12 @@ import {
   markdownRows,
   parseRows,
   percentile,
+  recipeTable,
   rowProblem,
   writeRows,
 } from '../bench/row.ts'
 import { quickstart } from '../examples/quickstart.ts'
-import { device, memory, Tensor } from '../lib/index.ts'
+import { device, memory, recipes, Tensor } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { Random } from './values.ts'
 
@@ -214,32 +217,102 @@ describe('optimizer', () => {
   })
 })
 
-test('recipes trains each of them and leaves one table, rows and a page', async () => {
-  const said: string[] = []
-  const small = ['--hidden', '32', '--layers', '1', '--batch', '2', '--sequence', '32', '--steps', '3']
-  const files = ['--json', path('recipes.json'), '--html', path('recipes.html')]
-  await bench(['recipes', '--recipe', 'bf16,te-delayed,coat+dw=f32', '--device', 'cpu', ...small, ...files], (text) =>
-    said.push(text),
-  )
-  const rows = parseRows(readFileSync(path('recipes.json'), 'utf8'))
-  const of = (name: string, recipe: string) => rows.find((row) => row.name === name && row.recipe === recipe)
-  const base = of('recipes/validation', 'bf16')
-  expect(base?.shape).toMatchObject({ hidden: 32, layers: 1, batch: 2, sequence: 32, steps: 3 })
-  expect(of('recipes/validation', 'te-delayed')?.baseline).toEqual({ name: 'bf16', median: base?.median })
-  for (const [recipe, bytes] of [
-    ['bf16', 16],
-    ['te-delayed', 16],
-    ['coat+dw=f32', 10.1875],
-  ] as const) {
-    expect(of('recipes/bytes/predicted', recipe)?.median).toBe(bytes)
-    // norms and short runs weigh more in so small a model
-    expect((of('recipes/bytes/measured', recipe)?.median ?? 0) / bytes).toBeCloseTo(1, 1)
-  }
-  expect(of('recipes/saved', 'coat+dw=f32')?.median).toBeLessThan(of('recipes/saved', 'bf16')?.median as number)
-  const html = readFileSync(path('recipes.html'), 'utf8')
-  for (const text of [said.join('\n'), html])
-    for (const name of ['te-delayed', 'less bf16']) expect(text).toContain(name)
-  expect(html).toContain('<svg')
+describe('recipes', () => {
+  const small = ['--hidden', '32', '--inner', '48', '--layers', '1', '--heads', '2', '--batch', '2', '--sequence', '32']
+  const run = (args: string[], said: string[] = []) =>
+    bench(['recipes', '--device', 'cpu', ...small, ...args], (text) => said.push(text))
+
+  test('trains each of them and leaves one table, rows and a page', async () => {
+    const said: string[] = []
+    const files = ['--json', path('recipes.json'), '--html', path('recipes.html')]
+    await run(['--recipe', 'te-delayed,bf16,coat+dw=f32', '--steps', '3', ...files], said)
+    const rows = parseRows(readFileSync(path('recipes.json'), 'utf8'))
+    const of = (name: string, recipe: string) => rows.find((row) => row.name === name && row.recipe === recipe)
+    const base = of('recipes/validation', 'bf16')
+    expect(base?.shape).toMatchObject({ hidden: 32, inner: 48, layers: 1, heads: 2, batch: 2, sequence: 32, steps: 3 })
+    expect(of('recipes/validation', 'te-delayed')?.baseline).toEqual({ name: 'bf16', median: base?.median })
+    for (const [recipe, bytes] of [
+      ['bf16', 16],
+      ['te-delayed', 16],
+      ['coat+dw=f32', 10.1875],
+    ] as const)
+      expect(of('recipes/bytes/predicted', recipe)?.median).toBe(bytes)
+    expect(of('recipes/saved', 'coat+dw=f32')?.median).toBeLessThan(of('recipes/saved', 'bf16')?.median as number)
+    const html = readFileSync(path('recipes.html'), 'utf8')
+    for (const text of [said.join('\n'), html])
+      for (const name of ['te-delayed', 'less bf16', 'kept for backward']) expect(text).toContain(name)
+    const filled = fillSections('<!-- recipes recipes.json -->\n<!-- end -->', (file) =>
+      readFileSync(path(file), 'utf8'),
+    )
+    expect(filled).toMatch(
+      /\n\| coat\+dw=f32 \| 3 \| \d\.\d{4} \| [+-]0\.\d{4} \| 10\.188 \| 10\.\d{3} \| [\d.]+ KiB \|/,
+    )
+    expect(html).toContain('<svg')
+  })
+
+  test('every recipe has the bytes a parameter that its formats say, to 1 %', async () => {
+    const model = { ...recipesDefaults, batch: 1, sequence: 16, steps: 1 }
+    const { results } = await recipesBench({ ...model, device: device('cpu'), recipes: namedRecipes('all') })
+    expect(results.map(({ recipe }) => recipe).sort()).toEqual(Object.keys(recipes).sort())
+    for (const { recipe, measured, predicted, saved } of results) {
+      expect(Math.abs(measured / predicted - 1), recipe).toBeLessThan(0.01)
+      expect(saved, recipe).toBeGreaterThan(0)
+    }
+  })
+
+  test('what is emulated is trained shorter, marked, and compared with a bf16 run as long', async () => {
+    // the mark is not enumerable, so that no axis of this name is needed
+    const slow = Object.defineProperty({ ...recipes.fp32 }, 'emulated', { value: true })
+    const options = {
+      ...recipesDefaults,
+      ...{ hidden: 32, inner: 48, layers: 1, heads: 2, batch: 2, sequence: 32, steps: 5, emulatedSteps: 2 },
+      device: device('cpu'),
+      recipes: [{ name: 'slow', recipe: slow }, ...namedRecipes('coat,bf16')],
+    }
+    const { results } = await recipesBench(options)
+    expect(results.map(({ recipe, steps, losses }) => [recipe, steps, losses.length])).toEqual([
+      ['bf16', 5, 5],
+      ['coat', 5, 5],
+      ['bf16', 2, 2],
+      ['slow', 2, 2],
+    ])
+    const base = results[2]?.validation as number
+    const table = recipeTable(recipesRows(results, options)).rows
+    expect(table[3]?.[0]).toBe('slow (emulated)')
+    expect(Number(table[3]?.[3])).toBeCloseTo((results[3]?.validation as number) - base, 3)
+    const row = recipesRows(results, options).find(({ name, recipe }) => name === 'recipes/tokens' && recipe === 'slow')
+    expect(row?.shape).toMatchObject({ steps: 2, emulated: 1 })
+    expect(await recipesHtml(results, options)).toContain('slow (emulated)')
+  })
+
+  test('goes on from what is done, and refuses another set-up in the same folder', async () => {
+    const dir = path('kept')
+    const said: string[] = []
+    const three = ['--recipe', 'bf16,coat,fp32', '--steps', '2', '--dir', dir]
+    const options = {
+      ...recipesDefaults,
+      ...{ hidden: 32, inner: 48, layers: 1, heads: 2, batch: 2, sequence: 32, steps: 2 },
+      device: device('cpu'),
+      recipes: namedRecipes('bf16,coat,fp32'),
+      dir,
+    }
+    let left = 2
+    const cut = await recipesBench({ ...options, spent: () => left-- <= 0 })
+    expect([cut.complete, cut.results.map(({ recipe }) => recipe)]).toEqual([false, ['bf16', 'coat']])
+    await run([...three, '--budget', '1e-9'], said)
+    expect(said.at(-1)).toMatch(/the same command goes on/)
+    expect(said.join('\n')).not.toContain('fp32')
+    const first = readFileSync(join(dir, 'coat-2.json'), 'utf8')
+    const whole = await recipesBench(options)
+    expect([whole.complete, whole.results.length]).toEqual([true, 3])
+    expect(whole.results.slice(0, 2)).toEqual(cut.results)
+    expect(readFileSync(join(dir, 'coat-2.json'), 'utf8')).toBe(first)
+    const fresh = await recipesBench({ ...options, dir: path('others') })
+    expect(fresh.results.map(({ validation }) => validation)).toEqual(whole.results.map(({ validation }) => validation))
+    await expect(run([...three, '--lr', '0.1'])).rejects.toThrow(
+      /^recipes: lr is 0.1, and 0.002 in .*setup.json; take another folder$/,
+    )
+  })
 })
 
 test('quickstart trains, compares and leaves its files', async () => {

@@ -116,7 +116,7 @@ describe('refusals name op, argument, value and rule', () => {
       'formats that do not go together',
       'format',
       'a',
-      'matmul_nt: a f32, b bf16 is not a combination of this op, which has: f32, f32; bf16, bf16; e4m3/t, e4m3/t; e5m2/t, e4m3/t; e4m3/g128, e4m3/b128; e4m3/g128, e4m3/g128',
+      'matmul_nt: a f32, b bf16 is not a combination of this op, which has: f32, f32; bf16, bf16; e4m3/t, e4m3/t; e5m2/t, e4m3/t; e4m3/g128, e4m3/b128; e4m3/g128, e4m3/g128; e4m3/g128p2, e4m3/b128p2; e4m3/g128p2, e4m3/g128p2; e4m3/r, e4m3/r; e4m3/r, e4m3/t',
       () => native.matmul_nt(f32(2, 2), bf16(2, 2), null, 'f32', null),
     ],
     [
@@ -137,7 +137,7 @@ describe('refusals name op, argument, value and rule', () => {
       'a word that is no format',
       'format',
       'y',
-      'convert: y is "fp8", which is no format; the formats are f32, bf16, f16, bf16x2, f16/t, e4m3/t, e5m2/t, e4m3/g16, i8/g16, e4m3/g64, e4m3/g128, e4m3/g256, e4m3/b128, e4m3/x64, e4m3/x128, e4m3/x256, e5m2/g128, e5m2/x128, d8/g256, u8/g256, d4/g128, u4/g128, i32',
+      'convert: y is "fp8", which is no format; the formats are f32, bf16, f16, bf16x2, f16/t, e4m3/t, e5m2/t, e4m3/g16, i8/g16, e4m3/g64, e4m3/g128, e4m3/g256, e4m3/b128, e4m3/r, e4m3/g128p2, e4m3/b128p2, e4m3/x64, e4m3/x128, e4m3/x256, e5m2/g128, e5m2/x128, d8/g256, u8/g256, d4/g128, u4/g128, i32',
       () => loose.convert?.(f32(2), null, 'fp8'),
     ],
     [

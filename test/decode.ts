@@ -50,6 +50,9 @@ export function valueOfCode(kind: 'e4m3' | 'e5m2' | 'i8' | 'f16' | MapKind, code
   return sign * (exponent === 0 ? fraction * 2 ** (1 - bias) : (1 + fraction) * 2 ** (exponent - bias))
 }
 
+/** Whether the scales of FP8 codes are powers of two: the largest code may then be half of the largest that there is. */
+export const hasPow2 = (format: AnyFormat) => /^e.*(\/r|p2)$/.test(format)
+
 export interface Block {
   scale: number
   k: number
@@ -95,7 +98,7 @@ export function decode(format: AnyFormat, shape: Shape, bytes: Uint8Array): Stor
   const cols = shape.at(-1) ?? 1
   if (scaling === '')
     return { values: plainValues(kind as FloatKind, n, bytes), codes: bytes, blocks: [], blockOf: () => 0 }
-  const run = Number(scaling.slice(1))
+  const run = scaling === 'r' ? cols : Number.parseInt(scaling.slice(1), 10)
   const runs = Math.ceil(cols / run)
   const flat = scaling[0] === 'x' || isMap(kind)
   const down = scaling[0] === 'b' ? run : 1 // rows that share scales

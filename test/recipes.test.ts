@@ -56,10 +56,13 @@ it.each<[unknown, RegExp]>([
     { ...recipes['te-block'], scale: recipes['te-delayed'].scale },
     /a delayed scale needs x 'e4m3\/t' .* scale \{"hist/,
   ],
+  [{ ...recipes.coat, accumulate: 'fast' }, /accumulate is 'fast' and must be one of 'split': no kernel leaves/],
+  [{ ...recipes.coat, dwFrom: 'stream' }, /dwFrom 'stream' needs x 'e4m3\/r' or plain, and param/],
+  [{ ...recipes['ao-rowwise-gw-hp'], param: 'f16/t' }, /dwFrom 'stream' needs .* param 'f32' or 'bf16'/],
   [{ ...recipes['te-block'], saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
   [
     { ...recipes['te-block'], dy: 'e5m2/t' },
-    /x, w and dy must be .*; received x 'e4m3\/g128', w 'e4m3\/b128', dy 'e5m2\/t'/,
+    /x, w and dy must be .*; received x 'e4m3\/g128p2', w 'e4m3\/b128p2', dy 'e5m2\/t'/,
   ],
   [{ ...recipes['fp8-lm-o3'], master: null }, /and 'e4m3\/t' needs 'f16\/t'; received/],
   [{ ...recipes.bf16, master: 'f16/t' }, /'bf16' or 'f16\/t' null or 'f32'/],
@@ -103,7 +106,7 @@ it.each<[unknown, RegExp]>([
 })
 
 it('a recipe is a product of axes over a row, which stays as it is', () => {
-  const made = recipe({ base: 'coat', v: 'e5m2/x128', dw: 'f32' })
+  const made = recipe({ base: 'coat', v: 'e5m2/x128', dw: 'f32', accumulate: 'split' })
   expect(made).toEqual({ ...recipes.coat, v: 'e5m2/x128', dw: 'f32' })
   expect(recipes.coat.v).toBe('e4m3/x128')
   const attempt = (change: object) => () => recipe({ base: 'coat', ...change } as RecipeChange)

@@ -8,6 +8,7 @@ import {
   cosine,
   DelayedScale,
   device,
+  type FloatFormat,
   LlamaForCausalLM,
   memory,
   ops,
@@ -73,6 +74,8 @@ describe('bytes of a parameter', () => {
     ['te-delayed', 16],
     ['te-block', 16],
     ['ao-tensorwise', 16],
+    ['ao-rowwise', 16],
+    ['ao-rowwise-gw-hp', 16],
     ['deepseek-v3', 12],
     ['fp8-lm-o1', 11],
     ['fp8-lm-o2', 6],
@@ -150,13 +153,19 @@ describe('every row', () => {
   })
 })
 
-describe('products a block', () => {
+describe('products of runs, blocks and rows', () => {
   const random = new Random(5)
   const normal = (n: number) => Float32Array.from({ length: n }, () => random.normal())
-  const formats = { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128', y: 'f32', dx: 'f32', dw: 'f32' } as const
+  const results = { y: 'f32', dx: 'f32', dw: 'f32' } as const
 
-  it('all three read codes of exact values, the gradient of the weight too', async () => {
+  it.each([
+    { x: 'e4m3/g128', w: 'e4m3/b128', dy: 'e4m3/g128' },
+    { x: 'e4m3/g128p2', w: 'e4m3/b128p2', dy: 'e4m3/g128p2' },
+    { x: 'e4m3/r', w: 'e4m3/r', dy: 'e4m3/r' },
+    { x: 'e4m3/r', w: 'e4m3/r', dy: 'e4m3/r', wAcross: 'e4m3/t', dwFrom: 'bf16' },
+  ] as const)('%j: all three read codes of exact values, the gradient of the weight too', async (operands) => {
     const [M, N, K] = [192, 136, 200]
+    const formats: ops.LinearFormats = { ...operands, ...results }
     const given = [normal(M * K), normal(N * K), normal(M * N)] as const
     const run = () => {
       using tape = new Tape()
@@ -175,11 +184,21 @@ describe('products a block', () => {
           return sum
         })
         tape.backward(loss)
-        const across = (tensor: Tensor, format: 'e4m3/g128' | 'e4m3/b128') => tensor.as(format, { transposed: true })
+        const across = (tensor: Tensor, format: FloatFormat) => tensor.as(format, { transposed: true })
         const product = (a: Tensor, b: Tensor) => Tensor.own(native.matmul_nt(a.handle, b.handle, null, 'f32', null)[0])
+        const { wAcross, dwFrom } = formats
+        if (wAcross) {
+          // torchao: 448 / amax, down to a power of two, multiplies
+          const amax = given[1].reduce((most, value) => Math.max(most, Math.abs(value)), 0)
+          const scale = Tensor.from([2 ** -Math.floor(Math.log2(448 / amax))], [1])
+          w.dropTwins()
+          w.adoptScale(wAcross, scale)
+        }
         const expected = [
-          product(dy.as('e4m3/g128'), across(w, 'e4m3/b128')),
-          product(across(dy, 'e4m3/g128'), across(x, 'e4m3/g128')),
+          product(dy.as(formats.dy), across(w, wAcross ?? formats.w)),
+          dwFrom
+            ? Tensor.own(native.matmul_tn(dy.as(dwFrom).handle, x.as(dwFrom).handle, 'f32', null)[0])
+            : product(across(dy, formats.dy), across(x, formats.x)),
         ]
         return { found: gradients, expected: expected.map((tensor) => tensor.keep()) }
       })
@@ -209,12 +228,82 @@ describe('products a block', () => {
   })
 
   it.each([
-    ['3 and 1: 144 / 448 * 3', [3, 1], [3, (144 * 3) / 448]],
-    ['4 and 0.3', [4, 0.3], [4, (32 * 4) / 448]],
-  ])('a run of %s', async (_, values, expected) => {
+    ['3 and 1: 144 / 448 * 3', 'e4m3/g128', [3, 1], [3, (144 * 3) / 448]],
+    ['4 and 0.3', 'e4m3/g128', [4, 0.3], [4, (32 * 4) / 448]],
+    ['3 and 1', 'e4m3/b128', [3, 1], [3, (144 * 3) / 448]],
+    // times 128, where 448 / 3 is 149.33
+    ['3 and 1, exact', 'e4m3/g128p2', [3, 1], [3, 1]],
+    ['3 and 1, exact', 'e4m3/b128p2', [3, 1], [3, 1]],
+    ['3 and 1, exact', 'e4m3/r', [3, 1], [3, 1]],
+    ['zeros', 'e4m3/r', [0, 0], [0, 0]],
+  ] as const)('%s in %s', async (_, format, values, expected) => {
     using x = Tensor.from(values, [1, 2])
-    const read = (await x.as('e4m3/g128').read()) as Float32Array
+    const twin = x.as(format)
+    const read = (await twin.read()) as Float32Array
     read.forEach((value, i) => void expect(value).toBeCloseTo(expected[i] as number, 6))
+    const scale = new Float32Array((await twin.readBytes()).slice(16).buffer)[0] as number
+    if (!format.endsWith('g128') && !format.endsWith('/b128')) expect(1 / scale).toBe(values[0] === 3 ? 128 : 256)
+    else expect(values[0] / scale).toBeCloseTo(448, 3)
+  })
+
+  it('of torchao with dw in bf16: x and dy as they are, and one scale for w in dx; the head has none of it', () => {
+    const formatsOf = (name: RecipeName) => {
+      using model = new LlamaForCausalLM(config, { recipe: name })
+      return [model.layers[0]?.mlp.input.formats, model.head?.formats]
+    }
+    const rows = { x: 'e4m3/r', w: 'e4m3/r', dy: 'e4m3/r', y: 'bf16', dx: 'bf16', dw: 'f32' }
+    const head = { x: 'bf16', w: 'bf16', dy: 'bf16', y: 'bf16', dx: 'bf16', dw: 'f32' }
+    expect(formatsOf('ao-rowwise')).toEqual([rows, head])
+    expect(formatsOf('ao-rowwise-gw-hp')).toEqual([{ ...rows, wAcross: 'e4m3/t', dwFrom: 'bf16' }, head])
+  })
+
+  it('one outlier changes the codes of its row alone', async () => {
+    const values = normal(4 * 512)
+    const wild = values.map((value, i) => (i === 5 ? 1e4 : value))
+    const read = async (numbers: Float32Array) => {
+      using x = Tensor.from(numbers, [4, 512])
+      return (await x.as('e4m3/r').read()) as Float32Array
+    }
+    const [a, b] = [await read(values), await read(wild)]
+    expect(a.subarray(512)).toEqual(b.subarray(512))
+    expect(a.subarray(6, 512)).not.toEqual(b.subarray(6, 512))
+  })
+})
+
+describe('current scaling', () => {
+  it('of Transformer Engine and of torchao a tensor are one: exact scales, but for amax below 1e-12', async () => {
+    expect(recipes['ao-tensorwise']).toEqual(recipes['te-current'])
+    for (const [values, format, expected] of [
+      [[3, 1], 'e4m3/t', [3, (144 * 3) / 448]],
+      [[4, 0.3], 'e4m3/t', [4, (32 * 4) / 448]],
+    ] as const) {
+      using x = Tensor.from(values, [1, 2])
+      const read = (await x.as(format).read()) as Float32Array
+      read.forEach((value, i) => void expect(value).toBeCloseTo(expected[i] as number, 6))
+    }
+  })
+
+  it('measures the gradient of SwiGLU, too: its largest code is that of the format', async () => {
+    using run = new Run('te-current', { steps: 1 })
+    const { formats } = run.model.layers[0]?.mlp ?? expect.fail()
+    expect(formats).toMatchObject({ x: 'bf16', saved: 'bf16', dx: 'e5m2/t' })
+    const random = new Random(8)
+    const bf16 = (shape: [number, number]) =>
+      Tensor.from(
+        Array.from({ length: shape[0] * shape[1] }, () => random.normal()),
+        shape,
+        { format: 'bf16' },
+      )
+    using x = bf16([16, 64])
+    using dy = bf16([16, 32])
+    const amax = dy.amax()
+    const [dx] = native.swiglu_backward(dy.handle, x.handle, amax.handle, null, 'e5m2/t', null, null)
+    const [exact] = native.swiglu_backward(dy.handle, x.handle, null, null, 'f32', null, null)
+    using scaled = Tensor.own(dx)
+    using plain = Tensor.own(exact)
+    using scale = Tensor.own(native.scale_of(scaled.handle))
+    const most = ((await plain.read()) as Float32Array).reduce((top, value) => Math.max(top, Math.abs(value)), 0)
+    expect((await scale.item()) * 57344).toBeCloseTo(most, 4)
   })
 })
 
@@ -405,6 +494,14 @@ describe('FP8-LM', () => {
     expect(1 / (await scale.item())).toBe(16384)
     using values = Tensor.from([0.0125, 0], [1, 2])
     expect((await values.as('f16/t').read())[0]).toBeCloseTo(0.0124969482, 9)
+    // of e4m3 the scales of states are exact here; under the paper's 8192 a moment of 0.05 has the code 416
+    using moment = Tensor.from([0.05, 0], [1, 2])
+    expect((await moment.as('e4m3/t').read())[0]).toBeCloseTo(0.05, 8)
+    moment.dropTwins()
+    moment.adoptPowerOfTwo('e4m3/t')
+    using power = Tensor.own(native.scale_of(moment.as('e4m3/t').handle))
+    expect(1 / (await power.item())).toBe(8192)
+    expect((await moment.as('e4m3/t').read())[0]).toBe(416 / 8192)
   })
 
   it('gradients are FP8 when they are whole, and clip, norm and update read them so', async () => {

@@ -1,5 +1,6 @@
 // convert: from any format to any other, and transposed for the formats that matmul reads.
 #include <cstring>
+#include <memory>
 
 #include "../ops.h"
 #include "rows.h"
@@ -14,14 +15,15 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y, bool floo
   if (rows * cols == 0 && y.format.scaling != Scaling::tensor) return;
   static_assert(kChunk % 256 == 0);  // whole runs, hence whole bytes
   write_pieces(
-      y, scale, rows, cols, kChunk, [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
+      y, scale, rows, cols, y.format.run == kWholeRow ? cols : kChunk,
+      [&](int64_t begin, int64_t end, float* out) { read(x, begin, end, out); }, floored);
 }
 
 // Block by block: each is read whole before its scale is known. read_rows(m0, m1, n0, n1, out): these rows and columns.
-template <class Read>
-void write_blocks(const Tensor& y, Read&& read_rows) {
-  const E4M3B128 view(y);
-  constexpr int64_t kSide = E4M3B128::run;
+template <class View, class Read>
+void write_blocks_of(const Tensor& y, Read&& read_rows) {
+  const View view(y);
+  constexpr int64_t kSide = View::run;
   const int64_t M = y.shape.rows(), N = y.shape.cols(), across = (N + kSide - 1) / kSide;
   parallel(blocks_of(y.format, y.shape), 1, [&](int64_t b, int64_t) {
     const int64_t m0 = b / across * kSide, m1 = std::min(M, m0 + kSide);
@@ -34,6 +36,12 @@ void write_blocks(const Tensor& y, Read&& read_rows) {
     for (int64_t m = m0; m < m1; ++m)
       for (int64_t n = n0; n < n1; ++n) view.store(m * N + n, sealed, values[(m - m0) * width + n - n0]);
   });
+}
+
+template <class Read>
+void write_blocks(const Tensor& y, Read&& read_rows) {
+  with("y", y, Views<E4M3B128, E4M3B128P2>{},
+       [&](const auto view) { write_blocks_of<std::remove_const_t<decltype(view)>>(y, read_rows); });
 }
 
 }  // namespace
@@ -58,14 +66,14 @@ namespace {
 
 constexpr int64_t kTile = 128;  // whole runs
 
-// f(m0, m1, n0, n1) for the tiles of [M, N].
+// f(m0, m1, n0, n1) for the tiles of [M, N], which have this many rows.
 template <class F>
-void each_tile(int64_t M, int64_t N, F&& f) {
-  const int64_t across = (N + kTile - 1) / kTile, down = (M + kTile - 1) / kTile;
+void each_tile(int64_t M, int64_t N, int64_t height, F&& f) {
+  const int64_t across = (N + kTile - 1) / kTile, down = (M + height - 1) / height;
   parallel(across * down, 4, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const int64_t n = i / down * kTile, m = i % down * kTile;
-      f(m, std::min(M, m + kTile), n, std::min(N, n + kTile));
+      const int64_t n = i / down * kTile, m = i % down * height;
+      f(m, std::min(M, m + height), n, std::min(N, n + kTile));
     }
   });
 }
@@ -73,7 +81,7 @@ void each_tile(int64_t M, int64_t N, F&& f) {
 // Codes of the width of Code move as they are.
 template <class Code>
 void move_transposed(const Code* x, Code* y, int64_t M, int64_t N) {
-  each_tile(M, N, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  each_tile(M, N, kTile, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
     Code tile[kTile][kTile];
     for (int64_t m = m0; m < m1; ++m)
       for (int64_t n = n0; n < n1; ++n) tile[n - n0][m - m0] = x[m * N + n];
@@ -87,7 +95,7 @@ void convert_transposed(const convert_transposed_args& args) {
   const Tensor &x = args.x, &y = args.y;
   const int64_t M = x.shape.dims[0], N = x.shape.dims[1];
   if (x.format == y.format && x.format.scaling == Scaling::block) {
-    const int64_t down = (M + x.format.run - 1) / x.format.run, across = (N + x.format.run - 1) / x.format.run;
+    const int64_t down = runs_of_row(x.format, M), across = runs_of_row(x.format, N);
     move_transposed(x.scales<uint32_t>(), y.scales<uint32_t>(), down, across);
     return move_transposed(x.data, y.data, M, N);
   }
@@ -115,12 +123,15 @@ void convert_transposed(const convert_transposed_args& args) {
     });
     writer.seal();
   }
-  each_tile(M, N, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-    float tile[kTile][kTile], row[kTile];
-    for (int64_t m = m0; m < m1; ++m) read(x, m * N + n0, m * N + n1, tile[m - m0]);
+  if (x.shape.numel() == 0) return;
+  const int64_t height = y.format.run == kWholeRow ? M : kTile;
+  each_tile(M, N, height, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+    const auto tile = std::make_unique_for_overwrite<float[]>(height * kTile);
+    std::vector<float> row(height);
+    for (int64_t m = m0; m < m1; ++m) read(x, m * N + n0, m * N + n1, &tile[(m - m0) * kTile]);
     for (int64_t n = n0; n < n1; ++n) {
-      for (int64_t m = m0; m < m1; ++m) row[m - m0] = tile[m - m0][n - n0];
-      writer.write(n * M + m0, n * M + m1, row);
+      for (int64_t m = m0; m < m1; ++m) row[m - m0] = tile[(m - m0) * kTile + n - n0];
+      writer.write(n * M + m0, n * M + m1, row.data());
     }
   });
 }

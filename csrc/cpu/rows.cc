@@ -4,8 +4,9 @@
 namespace coat::cpu {
 namespace {
 
-using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, I8G16, E4M3G64, E4M3G128, E4M3G256, E4M3B128, E4M3X64, E4M3X128,
-                  E4M3X256, E5M2G128, E5M2X128, F16, F16T, BF16X2, D8G256, U8G256, D4G128, U4G128>;
+using All =
+    Views<F32, BF16, E4M3T, E5M2T, E4M3G16, I8G16, E4M3G64, E4M3G128, E4M3G256, E4M3B128, E4M3R, E4M3G128P2, E4M3B128P2,
+          E4M3X64, E4M3X128, E4M3X256, E5M2G128, E5M2X128, F16, F16T, BF16X2, D8G256, U8G256, D4G128, U4G128>;
 
 // f(block, from, to) for the runs that [begin, end) touches.
 template <class V, class F>
@@ -19,10 +20,11 @@ void each_run(const Tensor& t, int64_t begin, int64_t end, F&& f) {
       i = to;
     }
   } else {
-    const int64_t cols = t.shape.cols(), runs = (cols + V::run - 1) / V::run;
+    const int64_t cols = t.shape.cols(), runs = runs_of_row(V::format(), cols);
+    const int64_t length = V::run == kWholeRow ? cols : V::run;
     for (int64_t i = begin; i < end;) {
-      const int64_t row = i / cols, run = (i - row * cols) / V::run;
-      const int64_t to = std::min(end, row * cols + std::min(cols, (run + 1) * V::run));
+      const int64_t row = i / cols, run = (i - row * cols) / length;
+      const int64_t to = std::min(end, row * cols + std::min(cols, (run + 1) * length));
       f((V::format().scaling == Scaling::block ? row / V::run : row) * runs + run, i, to);
       i = to;
     }

@@ -43,8 +43,10 @@ const pairs = {
   'e5m2/t': ['e5m2/t', 'e4m3/t'],
   'runs by blocks': ['e4m3/g128', 'e4m3/b128'],
   'runs by runs': ['e4m3/g128', 'e4m3/g128'],
+  'rows by rows': ['e4m3/r', 'e4m3/r'],
+  'rows by a tensor': ['e4m3/r', 'e4m3/t'],
 } as const
-const narrow = ['bf16', 'e4m3/t', 'e5m2/t', 'runs by blocks', 'runs by runs'] as const
+const narrow = Object.keys(pairs).filter((name) => name !== 'f32') as Exclude<keyof typeof pairs, 'f32'>[]
 
 describe('matmul', () => {
   const sizes = [
@@ -188,14 +190,14 @@ describe('matmul', () => {
       },
     )
 
-    on('scales of runs and of blocks multiply what they stand for, tails and last rows too', async () => {
+    on('scales of runs, blocks and rows multiply what they stand for, tails and last rows too', async () => {
       // powers of two: no rounding anywhere, so that a wrong scale cannot hide
       const [M, N, K] = [67, 130, 300]
       const [rows, blocks] = [Math.ceil(K / 128), Math.ceil(N / 128)]
       const power = (i: number) => 2 ** (((i * 7) % 9) - 4)
       const code = (i: number) => (((i * 5) % 7) - 3) * 32
       const make = async (
-        format: 'e4m3/g128' | 'e4m3/b128',
+        format: 'e4m3/g128' | 'e4m3/b128' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/r' | 'e4m3/t',
         lines: number,
         scaleOf: (i: number, k: number) => number,
       ) => {
@@ -205,10 +207,20 @@ describe('matmul', () => {
         expect(await read(handle)).toEqual([...values.data])
         return { handle, value }
       }
-      const a = await make('e4m3/g128', M, (m, run) => power(m * rows + run))
-      const byBlocks = await make('e4m3/b128', N, (n, run) => power((n >> 7) * blocks + run + 5))
-      const byRuns = await make('e4m3/g128', N, (n, run) => power(n * rows + run + 2))
-      for (const b of [byBlocks, byRuns]) {
+      for (const [left, right] of [
+        ['e4m3/g128', 'e4m3/b128'],
+        ['e4m3/g128', 'e4m3/g128'],
+        ['e4m3/g128p2', 'e4m3/b128p2'],
+        ['e4m3/g128p2', 'e4m3/g128p2'],
+        ['e4m3/r', 'e4m3/r'],
+        ['e4m3/r', 'e4m3/t'],
+      ] as const) {
+        const ofRuns = left !== 'e4m3/r'
+        const a = await make(left, M, (m, run) => power(ofRuns ? m * rows + run : m))
+        const b = await make(right, N, (n, run) => {
+          if (right.includes('/b')) return power((n >> 7) * blocks + run + 5)
+          return right === 'e4m3/t' ? 4 : power(ofRuns ? n * rows + run + 2 : n + 2)
+        })
         const exact = matrix(M, N, (m, n) => sum(K, (k) => a.value(m, k) * b.value(n, k)))
         const size = matrix(M, N, (m, n) => sum(K, (k) => Math.abs(a.value(m, k) * b.value(n, k))))
         const y = await read(own(nt(a.handle, b.handle, null, 'f32')))

@@ -28,8 +28,8 @@ struct Corner {
 };
 
 // One block of threads a block of y, which it holds in registers until its scale is known. Reads x once, writes y once.
-template <class X>
-__global__ void __launch_bounds__(kThreads) convert_kernel_to_blocks(X x, E4M3B128 y, int64_t M, int64_t N) {
+template <class X, class Y>
+__global__ void __launch_bounds__(kThreads) convert_kernel_to_blocks(X x, Y y, int64_t M, int64_t N) {
   const Corner corner(M, N);
   Lane<CodeOf<X>, kWide> from[kRows];
   corner.each([&](int s, int64_t i, int64_t left) { from[s].template fetch<false>(x.codes, i, left); });
@@ -68,13 +68,8 @@ __global__ void __launch_bounds__(kThreads) convert_kernel_from_blocks(E4M3B128 
 
 }  // namespace
 
-void convert_blocks(const Tensor& x, const Tensor& scale, const Tensor& y) {
+void convert_blocks(const Tensor& x, const Tensor& y) {
   const bool from = x.format.scaling == Scaling::block;
-  if (!is_plain(from ? y : x)) {
-    const Plainly middle(x);
-    convert({Device::cuda, x, {}, middle.tensor});
-    return convert({Device::cuda, middle.tensor, scale, y});
-  }
   const int64_t M = x.shape.rows(), N = x.shape.cols();
   const auto blocks = static_cast<unsigned>(blocks_of(E4M3B128::format(), x.shape));
   with(from ? "y" : "x", from ? y : x, Views<F32, BF16>{}, [&](const auto plain) {
@@ -82,7 +77,10 @@ void convert_blocks(const Tensor& x, const Tensor& scale, const Tensor& y) {
     if (from)
       launch("convert", convert_kernel_from_blocks<V>, blocks, kThreads, 0, E4M3B128(x), plain, M, N);
     else
-      launch("convert", convert_kernel_to_blocks<V>, blocks, kThreads, 0, plain, E4M3B128(y), M, N);
+      with("y", y, Views<E4M3B128, E4M3B128P2>{}, [&](const auto view) {
+        launch("convert", convert_kernel_to_blocks<V, std::remove_const_t<decltype(view)>>, blocks, kThreads, 0, plain,
+               view, M, N);
+      });
   });
 }
 

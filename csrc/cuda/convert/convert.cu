@@ -74,7 +74,7 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 }
 
 template <class From, class To>
-void requantize(const Tensor& x, From from, const Tensor& scale, const Tensor& y, To to) {
+void requantize_among(From from, To to, const Tensor& x, const Tensor& scale, const Tensor& y) {
   const bool by_row = is_ragged(x) || is_ragged(y);
   with("x", x, from, [&](const auto x_view) {
     with("y", y, to, [&](const auto y_view) {
@@ -93,13 +93,29 @@ void requantize(const Tensor& x, From from, const Tensor& scale, const Tensor& y
   });
 }
 
+void convert_operand(const Tensor& x, const Tensor& scale, const Tensor& y) {
+  const bool from = is_operand(x.format);
+  const Format& format = (from ? x : y).format;
+  if (!is_plain(from ? y : x)) {
+    const Plainly middle(x);
+    convert({Device::cuda, x, {}, middle.tensor});
+    return convert({Device::cuda, middle.tensor, scale, y});
+  }
+  if (format.scaling == Scaling::block) return convert_blocks(x, y);
+  if (format.run == kWholeRow) return convert_rows(x, y);
+  if (!from) return requantize_among(Plains{}, Views<E4M3G128P2>{}, x, scale, y);
+  Tensor alike = x;  // scales are read alike
+  alike.format.pow2 = false;
+  requantize(alike, scale, y);
+}
+
 }  // namespace
 
 void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
   const bool decodes = x.format == I8G16::format(), encodes = y.format == I8G16::format();
-  if (!decodes && !encodes) return requantize(x, Direct{}, scale, y, Direct{});
-  if (decodes && is_plain(y)) return requantize(x, Integers{}, scale, y, Plains{});
-  if (encodes && is_plain(x)) return requantize(x, Plains{}, scale, y, Integers{});
+  if (!decodes && !encodes) return requantize_among(Direct{}, Direct{}, x, scale, y);
+  if (decodes && is_plain(y)) return requantize_among(Integers{}, Plains{}, x, scale, y);
+  if (encodes && is_plain(x)) return requantize_among(Plains{}, Integers{}, x, scale, y);
   const Plainly middle(x);
   requantize(x, {}, middle.tensor);
   requantize(middle.tensor, scale, y);
@@ -109,7 +125,7 @@ void convert(const convert_args& args) {
   const Tensor &x = args.x, &y = args.y;
   if (x.format == y.format && !args.scale) return copy(y.data, x.data, bytes_of(x.format, x.shape));
   if (x.shape.numel() == 0 && y.format.scaling != Scaling::tensor) return;
-  if (x.format.scaling == Scaling::block || y.format.scaling == Scaling::block) return convert_blocks(x, args.scale, y);
+  if (is_operand(x.format) || is_operand(y.format)) return convert_operand(x, args.scale, y);
   if (is_state(x.format) || is_state(y.format)) return convert_states(x, args.scale, y);
   const bool expands = x.format.scaling == Scaling::expand || y.format.scaling == Scaling::expand;
   if (!expands || !(is_ragged(x) || is_ragged(y))) return requantize(x, args.scale, y);
@@ -283,11 +299,9 @@ namespace {
 
 // The scales of blocks as a matrix.
 Tensor scales_of_blocks(const Tensor& x) {
-  const int64_t side = x.format.run, down = (x.shape.dims[0] + side - 1) / side,
-                across = (x.shape.dims[1] + side - 1) / side;
   Tensor scales = x;
   scales.format = F32::format();
-  scales.shape = {2, {down, across}};
+  scales.shape = {2, {runs_of_row(x.format, x.shape.dims[0]), runs_of_row(x.format, x.shape.dims[1])}};
   scales.data = x.scales<uint8_t>();
   return scales;
 }

@@ -59,7 +59,10 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y);
 bool is_state(const Format& format);
 void convert_states(const Tensor& x, const Tensor& scale, const Tensor& y);
 
-// To and from blocks, which f32 and bf16 become directly, everything else through f32.
-void convert_blocks(const Tensor& x, const Tensor& scale, const Tensor& y);
+// Formats of operands alone, with scales of blocks or of powers of two, those of rows among them: to and from f32 and
+// bf16 directly, else through f32.
+inline bool is_operand(const Format& format) { return format.scaling == Scaling::block || format.pow2; }
+void convert_blocks(const Tensor& x, const Tensor& y);
+void convert_rows(const Tensor& x, const Tensor& y);
 
 }  // namespace coat::cuda

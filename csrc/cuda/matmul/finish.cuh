@@ -1,4 +1,4 @@
-// From the sums of a warpgroup to y: scale, bias, what y holds, one rounding, through shared memory and the copy
+// From the sums of a warpgroup to y: scales, bias, what y holds, one rounding, through shared memory and the copy
 // engine.
 #pragma once
 #include "../hopper.cuh"
@@ -31,9 +31,9 @@ struct Finish {
     const int64_t row = m + row_of(warp, lane);
 #pragma unroll
     for (int i = 0; i < 64; ++i) s[i] *= scale;
-    if (p.bias) {
+    if (p.differs()) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] = p.with_bias(s[i], n + i / 4 * 8 + lane % 4 * 2 + i % 2);
+      for (int i = 0; i < 64; ++i) s[i] = p.completed(s[i], row + i / 2 % 2 * 8, n + i / 4 * 8 + lane % 4 * 2 + i % 2);
     }
     if constexpr (std::is_same_v<Y, Turned>) y.turn.D == 128 ? turn<64>(s, row, n) : turn<32>(s, row, n);
     if constexpr (Y::run == 16) {

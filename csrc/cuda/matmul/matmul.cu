@@ -17,7 +17,7 @@ void multiply(const Call& call) {
       return multiply_bf16(call);
     case DType::e4m3:
       if (call.b.format.scaling == Scaling::block) return multiply_runs_by_blocks(call);
-      if (call.b.format.scaling == Scaling::run) return multiply_runs_by_runs(call);
+      if (call.b.format.run == 128) return multiply_runs_by_runs(call);
       return multiply_e4m3(call);
     default:
       return multiply_e5m2(call);

@@ -20,13 +20,16 @@ struct Call {
     const auto scale = [](const Tensor& x) {
       return x.format.scaling == Scaling::tensor ? x.scales<float>() : nullptr;
     };
+    const auto rows = [](const Tensor& x) { return x.format.run == kWholeRow ? x.scales<float>() : nullptr; };
     const bool pairs = N % 2 == 0 && reinterpret_cast<uintptr_t>(y.data) % 8 == 0;
-    return {M, N, scale(a), scale(b), bias.data, bias.format.dtype == DType::bf16, pairs, into, amax.as<uint32_t>()};
+    const bool bias_bf16 = bias.format.dtype == DType::bf16;
+    return {M, N, scale(a), scale(b), rows(a), rows(b), bias.data, bias_bf16, pairs, into, amax.as<uint32_t>()};
   }
 };
 
 void multiply_f32(const Call& call);
 void multiply_bf16(const Call& call);
+// e4m3 and e5m2 with a scale a tensor, or a row, which multiplies the sums.
 void multiply_e4m3(const Call& call);
 void multiply_e5m2(const Call& call);
 // e4m3 with a scale a run of 128 along K by e4m3 with a scale a block of 128 x 128, or a run too.

@@ -20,6 +20,7 @@ struct Turned : BF16 {
 struct Result {
   int64_t M, N;
   const float *a_scale, *b_scale;  // null: 1
+  const float *a_rows, *b_rows;    // a scale a row; null: 1
   const uint8_t* bias;             // null: none
   bool bias_bf16;
   bool pairs;      // two neighbours of y, from an even column on, lie on a boundary of both
@@ -27,8 +28,13 @@ struct Result {
   uint32_t* amax;  // the bits of the largest |y|, which starts at 0; null: not wanted
 
   __device__ float scale() const { return (a_scale ? *a_scale : 1.f) * (b_scale ? *b_scale : 1.f); }
-  __device__ float with_bias(float x, int64_t n) const {
-    if (bias == nullptr || n >= N) return x;
+  // Whether anything differs from element to element: what completed() does to the sum of one, times the scale.
+  __device__ bool differs() const { return a_rows || b_rows || bias; }
+  __device__ float completed(float x, int64_t m, int64_t n) const {
+    if (m >= M || n >= N) return x;
+    if (a_rows) x = x * a_rows[m];
+    if (b_rows) x = x * b_rows[n];
+    if (!bias) return x;
     return x + (bias_bf16 ? BFloat16::decode(reinterpret_cast<const uint16_t*>(bias)[n])
                           : reinterpret_cast<const float*>(bias)[n]);
   }
@@ -84,7 +90,7 @@ __device__ inline void store2(const Y& y, int64_t i, typename Y::Sealed sealed, 
 template <class Y>
 __device__ inline uint32_t finish(const Result& p, const Y& y, float scale, int64_t m, int64_t n, float (&x)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = p.with_bias(x[i] * scale, n + i);
+  for (int i = 0; i < 4; ++i) x[i] = p.completed(x[i] * scale, m, n + i);
   uint32_t most = 0;
   if constexpr (Y::run == 0) {
 #pragma unroll
