@@ -41,6 +41,8 @@ export interface Checkpointed {
     readonly optimizerInBackward: boolean
   }
   readonly guard: SpikeGuard | null
+  /** Whether a step is running: parameters, states and counters are not of one moment then. */
+  readonly busy: boolean
   batches: number
   skippedSteps: number
   skipsInARow: number
@@ -107,6 +109,7 @@ export async function saveCheckpoint(
   options: { keep?: number } = {},
 ): Promise<string> {
   const { keep = Number.POSITIVE_INFINITY } = options
+  expectIdle(trainer, 'saveCheckpoint')
   if (!(keep >= 1))
     throw new CoatError(`saveCheckpoint: keep is ${keep} and must be at least 1`, 'value', 'saveCheckpoint', 'keep')
   const step = trainer.optimizer.steps
@@ -145,10 +148,17 @@ export async function saveCheckpoint(
     return target
   } catch (error) {
     await replacement.abort()
-    if (error instanceof CoatError) throw error
-    throw new CoatError(`saveCheckpoint: ${dir} cannot be written`, 'checkpoint', 'saveCheckpoint', 'dir', {
-      cause: error,
-    })
+    // that a file cannot be written matters more than which: its folder has a name for the time of writing
+    const { cause } = error as Error
+    if (error instanceof CoatError && !(cause instanceof Error)) throw error
+    const reason = cause instanceof Error ? cause : (error as Error)
+    throw new CoatError(
+      `saveCheckpoint: ${dir} cannot be written: ${reason.message}`,
+      'checkpoint',
+      'saveCheckpoint',
+      'dir',
+      { cause: reason },
+    )
   }
 }
 
@@ -164,6 +174,7 @@ export async function loadCheckpoint(
   dir: string,
   options: { allow?: readonly string[] } = {},
 ): Promise<Resumed> {
+  expectIdle(trainer, 'resume')
   const warnings: string[] = []
   for (const { folder } of await foldersOf(dir)) {
     let saved: Saved
@@ -198,6 +209,10 @@ export async function loadCheckpoint(
     'resume',
     'dir',
   )
+}
+
+function expectIdle({ busy }: Checkpointed, op: string): void {
+  if (busy) throw new CoatError(`${op}: a step is running; wait for it`, 'busy', op, 'trainer')
 }
 
 /** Checkpoint folders, complete or not, the newest first. */

@@ -368,9 +368,9 @@ export async function writeSafetensors(
     return files
   } catch (error) {
     await replacement.abort()
-    throw error instanceof CoatError
-      ? error
-      : new CoatError(`${path}: cannot be written`, 'safetensors', 'writeSafetensors', 'path', { cause: error })
+    if (error instanceof CoatError) throw error
+    const text = `${path}: cannot be written: ${(error as Error).message}`
+    throw new CoatError(text, 'safetensors', 'writeSafetensors', 'path', { cause: error })
   } finally {
     for (const tensor of held) tensor.release()
   }

@@ -92,7 +92,7 @@ export interface StepMetrics {
   /** Norm of all gradients before clipping. */
   gradNorm: number
   lr: number
-  /** Tokens of this step that took part in the loss. */
+  /** Tokens of this step that took part in the loss. With none its gradient is 0, and it is a step: decay and momentum act. */
   tokens: number
   tokensPerSecond: number
   /** Milliseconds of this step. */
@@ -196,6 +196,11 @@ export class Trainer implements Disposable {
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
+  }
+
+  /** Whether a step is running: another one, and checkpoints, are refused meanwhile. */
+  get busy(): boolean {
+    return this.#busy
   }
 
   /** Bytes that micro-batches of the last shape kept for backward, by op and format. */

@@ -1,6 +1,6 @@
 // coat-train end to end: configurations, runs that stop and go on, token files from all cores, and kills during saves.
 import { spawn, spawnSync } from 'node:child_process'
-import { cpSync, existsSync, mkdirSync, readdirSync, readFileSync, writeFileSync } from 'node:fs'
+import { cpSync, existsSync, mkdirSync, readdirSync, readFileSync, statSync, writeFileSync } from 'node:fs'
 import { join, resolve } from 'node:path'
 import { createInterface } from 'node:readline'
 import { describe, expect, it } from 'vitest'
@@ -325,11 +325,12 @@ describe('prepare', () => {
   })
 })
 
+const saver = join(import.meta.dirname, 'saver.mjs')
+
 /** Runs test/saver.mjs until `enough(line)`, then kills it; resolves to its lines, and how it ended. */
 function killed(dir: string, resume: boolean, enough: (line: string) => boolean) {
   return new Promise<{ lines: string[]; signal: string | null }>((done, fail) => {
-    const file = join(import.meta.dirname, 'saver.mjs')
-    const child = spawn(process.execPath, [file, dir, ...(resume ? ['resume'] : [])], {
+    const child = spawn(process.execPath, [saver, dir, ...(resume ? ['resume'] : [])], {
       stdio: ['ignore', 'pipe', 'inherit'],
     })
     const lines: string[] = []
@@ -377,4 +378,27 @@ it('C3: killed with SIGKILL at 20 random instants of saves, the latest checkpoin
   expect(stepOf(lines, 'resumed')).toBeGreaterThanOrEqual(saved)
   // leftovers of kills go with the next save
   expect(readdirSync(dir).filter((name) => name.startsWith('.')).length).toBeLessThanOrEqual(1)
+})
+
+it('C3: a disk that takes half a checkpoint leaves the one before, and the run goes on when there is room', async () => {
+  const dir = join(folder, 'checkpoints')
+  const { lines } = await killed(dir, false, (line) => line === 'saved 2')
+  expect(lines.at(-1)).not.toBe('')
+  const saved = () => readdirSync(dir).filter((name) => name.startsWith('step-'))
+  const before = saved()
+  const newest = join(dir, before.sort().at(-1) as string)
+  const half = Math.floor(statSync(join(newest, 'model.safetensors')).size / 2048)
+  expect(half).toBeGreaterThan(1)
+  // the system refuses what goes beyond this many KiB of a file, after it took what fits
+  const limited = spawnSync(
+    'bash',
+    ['-c', 'ulimit -f "$0" && exec "$@"', String(half), process.execPath, saver, dir, 'resume'],
+    { encoding: 'utf8' },
+  )
+  expect(limited.stderr).toMatch(/saveCheckpoint: .* cannot be written: EFBIG/)
+  expect(limited.stdout).toMatch(/^write$/m)
+  expect(limited.status).toBe(1)
+  expect(readdirSync(dir).sort()).toEqual(before.sort())
+  const again = await killed(dir, true, (line) => line.startsWith('saved'))
+  expect(again.lines.find((line) => line.startsWith('resumed'))).toBe(`resumed ${Number(newest.slice(-8))}`)
 })
