@@ -71,12 +71,14 @@ export {
   Optimizer,
   optimizerOf,
   type ParamState,
+  type PartOf,
   type Rounding,
   Sgd,
   type SgdOptions,
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
+export { localRanks, type Ranks } from './ranks.ts'
 export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {

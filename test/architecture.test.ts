@@ -35,7 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
-    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'ranks'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],
