@@ -252,7 +252,7 @@ function expectIdle({ busy }: Checkpointed, op: string): void {
 }
 
 /** Checkpoint folders, complete or not, the newest first. */
-async function foldersOf(dir: string): Promise<{ folder: string; step: number; repeat: number }[]> {
+export async function foldersOf(dir: string): Promise<{ folder: string; step: number; repeat: number }[]> {
   const own = folderName.test(basename(dir))
   const names = own ? [''] : await readdir(dir).catch(() => [])
   return names
@@ -273,7 +273,7 @@ async function isComplete(folder: string): Promise<boolean> {
 /** Headers only; throws when a file is missing, cut or not what it should be. */
 async function opened(folder: string): Promise<Saved> {
   const path = join(folder, 'trainer.json')
-  const facts = JSON.parse(await readFile(path, 'utf8')) as Facts | null
+  const facts = factsIn(path, await readFile(path, 'utf8'))
   if (typeof facts?.version === 'number' && facts.version !== version)
     throw new CoatError(
       `resume: ${path} has version ${facts.version} and must have ${version}`,
@@ -310,6 +310,14 @@ async function opened(folder: string): Promise<Saved> {
     optimizer.tensors.set(name, tensor)
   }
   return { facts, files: { model: model as Stored, optimizer } }
+}
+
+function factsIn(path: string, text: string): Facts | null {
+  try {
+    return JSON.parse(text)
+  } catch (error) {
+    throw new CoatError(`resume: ${path} is no JSON: ${(error as Error).message}`, 'checkpoint', 'resume', 'dir')
+  }
 }
 
 /** Removes what is older than the `keep` newest complete ones, and other folders of the step just saved. */
