@@ -1,7 +1,7 @@
 // Ranks of one process: losses and gradients by the tokens of all, states in parts, checkpoints that fit another number.
-import { cpSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs'
+import { cpSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs'
 import { join } from 'node:path'
-import { beforeAll, describe, expect, it } from 'vitest'
+import { beforeEach, describe, expect, it } from 'vitest'
 import {
   ByteTokenizer,
   type CoatError,
@@ -33,13 +33,12 @@ import { sentence, smallLlama } from './values.ts'
 
 let dir = ''
 let tokens = ''
-let root = ''
-eachInFolder((folder, outside) => {
-  dir = folder
-  root = outside
+eachInFolder((folder) => {
+  dir = join(folder, 'checkpoints')
+  tokens = join(folder, 'tokens.bin')
 })
-beforeAll(async () => {
-  tokens = join(root, 'tokens.bin')
+beforeEach(async () => {
+  mkdirSync(dir)
   await writeTokens(tokens, new ByteTokenizer().encode(sentence.repeat(40)), { vocabulary: 256 })
 })
 
