@@ -254,6 +254,9 @@ export class Trainer implements Disposable {
         await setImmediate()
       }
       if (this.stopped) await this.#save()
+    } catch (error) {
+      this.ranks.leave(error)
+      throw error
     } finally {
       for (const remove of listeners) remove()
     }
