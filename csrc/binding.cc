@@ -430,15 +430,18 @@ Napi::Value memory(const Napi::CallbackInfo& info) {
   const Memory& memory = addon_of(info).memory;
   const auto& usage = memory.usage();
   auto result = Napi::Object::New(info.Env()), live = Napi::Object::New(info.Env()),
-       peak = Napi::Object::New(info.Env());
+       peak = Napi::Object::New(info.Env()), at_peak = Napi::Object::New(info.Env());
   for (int i = 0; i < kPurposeCount; ++i) {
     live.Set(kPurposes[i], static_cast<double>(usage.live[i]));
     peak.Set(kPurposes[i], static_cast<double>(usage.peak[i]));
+    at_peak.Set(kPurposes[i], static_cast<double>(usage.at_peak[i]));
   }
   live.Set("total", static_cast<double>(usage.live_total));
   peak.Set("total", static_cast<double>(usage.peak_total));
+  at_peak.Set("total", static_cast<double>(usage.peak_total));
   result.Set("live", live);
   result.Set("peak", peak);
+  result.Set("atPeak", at_peak);
   result.Set("tensors", static_cast<double>(usage.tensors));
   result.Set("infs", static_cast<double>(memory.infs()));
   return result;

@@ -172,8 +172,7 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
   usage_.tensors += 1;
   usage_.live[p] += bytes;
   usage_.live_total += bytes;
-  usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
-  usage_.peak_total = std::max(usage_.peak_total, usage_.live_total);
+  note_peak();
   return static_cast<double>((slot.generation << kSlotBits) | index);
 }
 
@@ -237,7 +236,16 @@ void Memory::retag(double handle, Purpose purpose) {
   s.purpose = purpose;
   const int p = static_cast<int>(purpose);
   usage_.live[p] += s.bytes;
-  usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
+  note_peak();
+}
+
+// What is live is the largest so far, where it is. A purpose that is given later than its bytes is that of the peak,
+// too.
+void Memory::note_peak() {
+  for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
+  if (usage_.live_total < usage_.peak_total) return;
+  usage_.peak_total = usage_.live_total;
+  std::copy(usage_.live, usage_.live + kPurposeCount, usage_.at_peak);
 }
 
 int64_t Memory::version(double handle) const { return slot(handle, "tensor").version; }
@@ -247,8 +255,9 @@ void Memory::changed(double handle) {
 }
 
 void Memory::reset_peak() {
-  for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = usage_.live[p];
-  usage_.peak_total = usage_.live_total;
+  std::fill(usage_.peak, usage_.peak + kPurposeCount, 0);
+  usage_.peak_total = 0;
+  note_peak();
   if (cuda_) cuda::reset_pool_peak();
 }
 

@@ -19,6 +19,7 @@ class Memory {
   struct Usage {
     int64_t live[kPurposeCount] = {}, peak[kPurposeCount] = {};
     int64_t live_total = 0, peak_total = 0;
+    int64_t at_peak[kPurposeCount] = {};  // live when the total was largest
     int64_t tensors = 0;
   };
 
@@ -87,6 +88,7 @@ class Memory {
   bool intact(const Slot& slot) const;
   void check_limit(const Format& format, const Shape& shape, int64_t bytes, Purpose purpose) const;
   int64_t drop_idle();
+  void note_peak();
 
   bool guard_;
   bool cuda_ = false;  // whether the device was opened

@@ -87,6 +87,7 @@ export {
   Optimizer,
   optimizerOf,
   type ParamState,
+  type PartOf,
   type Rounding,
   Sgd,
   type SgdOptions,
@@ -105,6 +106,7 @@ export {
   type OperandShares,
   sharpness,
 } from './probes.ts'
+export { localRanks, type Ranks } from './ranks.ts'
 export {
   type Arithmetic,
   type DelayedScaling,

@@ -32,6 +32,8 @@ export interface MemoryUsage {
   live: Bytes
   /** Largest number of bytes held at once, purpose by purpose, since the start or `resetPeak()`. */
   peak: Bytes
+  /** What was held when all was most: its parts are of one moment and add up. */
+  atPeak: Bytes
   /** Tensors alive. */
   tensors: number
   /** Infinities that a quantizing store saturated, since the start. */

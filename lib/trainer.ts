@@ -9,6 +9,7 @@ import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
 import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
+import { alone, type Ranks } from './ranks.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
@@ -88,6 +89,11 @@ export interface TrainerOptions {
    * the step's metrics. Such a step updates twice and reads all parameters back.
    */
   measureUpdates?: number
+  /**
+   * What trains together (default: this trainer alone), each with a batch of its own: gradients are of the tokens of all, each
+   * keeps the optimizer's states for its part of the parameters, and the others get what it made of them.
+   */
+  ranks?: Ranks
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -96,12 +102,12 @@ export interface TrainerOptions {
 export interface StepMetrics {
   /** Steps done after this one, from 1. */
   step: number
-  /** Mean cross-entropy by tokens, in nats. */
+  /** Mean cross-entropy by tokens, in nats; of all ranks. */
   loss: number
   /** Norm of all gradients before clipping. */
   gradNorm: number
   lr: number
-  /** Tokens of this step that took part in the loss. */
+  /** Tokens of this step, of all ranks, that took part in the loss. With none its gradient is 0, and it is a step: decay and momentum act. */
   tokens: number
   tokensPerSecond: number
   /** Milliseconds of this step. */
@@ -123,14 +129,15 @@ export interface StepMetrics {
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint', 'ranks'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
   readonly model: TrainableModel
   readonly optimizer: Optimizer
-  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint'>> & {
+  readonly ranks: Ranks
+  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'ranks'>> & {
     readonly checkpoint: Required<CheckpointOptions> | null
     readonly validate: { every: number; sequences: number } | null
   }
@@ -156,7 +163,7 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, ...rest } = options
+    const { optimizer, checkpoint, spike, validate, ranks = alone, ...rest } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -215,10 +222,24 @@ export class Trainer implements Disposable {
         'graph',
       )
     if (full.graph) expectGraphs(model)
+    if (full.graph && ranks.count > 1)
+      throw new CoatError(
+        'Trainer: graph cannot be had with ranks, which meet between what is recorded',
+        'value',
+        'Trainer',
+        'graph',
+      )
+    if (ranks.count > 1) expectTogether(ranks, model, full)
+    this.ranks = ranks
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
-    this.optimizer = optimizerOf(model, model.recipe, optimizer)
+    this.optimizer = optimizerOf(model, model.recipe, optimizer, ranks)
+  }
+
+  /** Whether a step is running: another one, and checkpoints, are refused meanwhile. */
+  get busy(): boolean {
+    return this.#busy
   }
 
   /** Bytes that micro-batches of the last shape kept for backward, by op and format. */
@@ -250,9 +271,12 @@ export class Trainer implements Disposable {
     })
     const { steps, validate, callbacks } = this.options
     try {
-      while (this.optimizer.steps < steps && !this.stopped) {
+      while (this.optimizer.steps < steps) {
         const metrics = await this.#step(() => this.stopped !== null)
-        if (!metrics) break
+        if (!metrics) {
+          this.stopped ??= 'stop'
+          break
+        }
         if (!metrics.skipped && due(metrics.step, validate?.every, steps))
           metrics.validation = await this.validate(validate?.sequences)
         await callbacks.step?.(metrics)
@@ -261,6 +285,9 @@ export class Trainer implements Disposable {
         await setImmediate()
       }
       if (this.stopped) await this.#save()
+    } catch (error) {
+      this.ranks.leave(error)
+      throw error
     } finally {
       for (const remove of listeners) remove()
     }
@@ -291,13 +318,16 @@ export class Trainer implements Disposable {
     this.dispose()
   }
 
-  /** A step, or null when `interrupted()` between micro-batches: then nothing has changed. */
+  /** A step, or null when one of the ranks is `interrupted()` before a micro-batch: then nothing has changed. */
   async #step(interrupted: () => boolean): Promise<StepMetrics | null> {
     if (this.#busy)
       throw new CoatError('training: a step is running; wait for it before the next', 'busy', 'training', 'step')
     this.#busy = true
     try {
       return await this.#micros(interrupted)
+    } catch (error) {
+      this.ranks.leave(error)
+      throw error
     } finally {
       this.#busy = false
     }
@@ -305,7 +335,7 @@ export class Trainer implements Disposable {
 
   async #micros(interrupted: () => boolean): Promise<StepMetrics | null> {
     const { data, batch, accumulate, steps, schedule, clip, optimizerInBackward, cacheWeights } = this.options
-    const { optimizer, guard } = this
+    const { optimizer, guard, ranks } = this
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
@@ -316,7 +346,7 @@ export class Trainer implements Disposable {
     // on a GPU an id out of range would come to light steps later
     if (typeof vocabulary === 'number')
       for (const [i, micro] of batches.entries()) expectIds(micro, vocabulary, `batch ${this.batches + i} of the data`)
-    const tokens = batches.reduce((sum, { targets }) => sum + counted(targets), 0)
+    const tokens = await ranks.sum(batches.reduce((sum, { targets }) => sum + counted(targets), 0))
     const losses: Tensor[] = []
     let loss = 0
     let gradNorm = 0
@@ -327,31 +357,34 @@ export class Trainer implements Disposable {
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
     const weight = tokens === 0 ? 0 : 1 / tokens
     const graph = this.#graphFor(batches)
-    const interrupt = () => {
-      const stops = interrupted()
+    const interrupt = async () => {
+      const stops = (await ranks.sum(Number(interrupted()))) > 0
       if (stops && place) data.restore?.(place)
       return stops
     }
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
       if (graph) {
-        if (interrupt()) return null
+        if (await interrupt()) return null
         this.#begin('forward')
         losses.push(...graph.run(batches, weight).losses)
       } else {
         this.#keepTwins(cacheWeights)
         for (const micro of batches) {
           if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
-          if (interrupt()) return null
+          if (await interrupt()) return null
           losses.push(this.#forwardBackward(() => inputsOf(micro, this.model.device), weight, shapeOf([micro])))
         }
         this.#keepTwins(false)
       }
       this.#begin('update')
+      await ranks.add(optimizer.gradients)
       const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip)
       try {
         const measure = async () => {
-          for (const part of losses) loss += await part.item()
+          let own = 0
+          for (const part of losses) own += await part.item()
+          loss = await ranks.sum(own)
           gradNorm = await norm.norm.item()
         }
         // a guard has to wait for the numbers; else the update is queued behind the gradients
@@ -359,6 +392,10 @@ export class Trainer implements Disposable {
         const spike = guard?.isSpike(loss, gradNorm) ?? false
         if (!spike && measured) updates = await optimizer.measuredStep(lr, norm.clip)
         else if (!spike && !within) optimizer.step(lr, norm.clip)
+        await ranks.share(
+          optimizer.params.map(({ tensor }) => tensor),
+          optimizer.owners,
+        )
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         if (!guard) await measure()
@@ -532,6 +569,28 @@ function diverged(text: string, params: readonly { name: string }[]): never {
 /** Whether something that happens `every` so many steps, and after the last one, happens after this one. */
 function due(step: number, every: number | undefined, steps: number): boolean {
   return every !== undefined && (step % every === 0 || step === steps)
+}
+
+/** What cannot be had of several ranks, and data for others. */
+function expectTogether(
+  { rank, count }: Ranks,
+  model: TrainableModel,
+  {
+    data,
+    optimizerInBackward,
+    measureUpdates,
+  }: { data: Dataset; optimizerInBackward: boolean; measureUpdates: number },
+): void {
+  const refuse = (name: string, text: string): never => {
+    throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
+  }
+  const { rank: of = rank, world = count } = data
+  if (of !== rank || world !== count)
+    refuse('data', `is for rank ${of} of ${world} and must be for rank ${rank} of ${count}, as ranks says`)
+  if (optimizerInBackward) refuse('optimizerInBackward', 'updates before the gradients of several ranks are added')
+  if (measureUpdates > 0) refuse('measureUpdates', `is ${measureUpdates} and must be 0 with several ranks`)
+  if (model.delayedScales().length > 0)
+    refuse('model', 'has scales of steps before, which would differ between ranks; its recipe must measure them')
 }
 
 function expectCount(name: string, value: number): void {

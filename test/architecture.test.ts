@@ -35,7 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
-    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands', 'ranks'],
     ['emulate'],
     ['ops', 'generate'],
     ['cache'],

@@ -51,15 +51,22 @@ describe('accounts', () => {
     const purposes: Purpose[] = ['param', 'grad', 'state', 'saved', 'temp', 'scratch']
     const handles = purposes.map((purpose, i) => native.make('f32', [i + 1], 'cpu', purpose))
     const live = Object.fromEntries(purposes.map((purpose, i) => [purpose, 4 * (i + 1)]))
-    expect(native.memory()).toMatchObject({ live: { ...live, total: 84 }, peak: { ...live, total: 84 }, tensors: 6 })
+    const all = { ...live, total: 84 }
+    expect(native.memory()).toMatchObject({ live: all, peak: all, atPeak: all, tensors: 6 })
     native.retag(handles[4] as number, 'saved')
     expect(native.memory().live).toMatchObject({ saved: 16 + 20, temp: 0, total: 84 })
     expect(native.memory().peak).toMatchObject({ saved: 36, temp: 20, total: 84 })
+    expect(native.memory().atPeak).toEqual({ ...all, saved: 36, temp: 0 })
     for (const handle of handles.slice(1)) native.free(handle)
     expect(native.memory().live).toMatchObject({ param: 4, saved: 0, total: 4 })
-    expect(native.memory().peak.total).toBe(84)
+    // most of one purpose, but not of all
+    const late = native.make('f32', [7], 'cpu', 'grad')
+    expect(native.memory().peak).toMatchObject({ grad: 28, total: 84 })
+    expect(native.memory().atPeak).toEqual({ ...all, saved: 36, temp: 0 })
+    native.free(late)
     native.resetPeak()
     expect(native.memory().peak).toEqual(native.memory().live)
+    expect(native.memory().atPeak).toEqual(native.memory().live)
     native.free(handles[0] as number)
   })
 
