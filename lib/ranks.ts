@@ -150,3 +150,27 @@ class LocalRank implements Ranks {
 function converted(tensor: Tensor, format: 'f32'): Tensor {
   return Tensor.own(native.convert(tensor.handle, null, format))
 }
+
+/** Refuses what cannot be had of a trainer that trains together with others. */
+export function expectTogether(
+  { rank, count }: Ranks,
+  model: { delayedScales(): readonly unknown[] },
+  {
+    data,
+    optimizerInBackward,
+    measureUpdates,
+    graph,
+  }: { data: { rank?: number; world?: number }; optimizerInBackward: boolean; measureUpdates: number; graph: boolean },
+): void {
+  const refuse = (name: string, text: string): never => {
+    throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
+  }
+  const { rank: of = rank, world = count } = data
+  if (of !== rank || world !== count)
+    refuse('data', `is for rank ${of} of ${world} and must be for rank ${rank} of ${count}, as ranks says`)
+  if (optimizerInBackward) refuse('optimizerInBackward', 'updates before the gradients of several ranks are added')
+  if (graph) refuse('graph', 'records whole steps, within which several ranks meet')
+  if (measureUpdates > 0) refuse('measureUpdates', `is ${measureUpdates} and must be 0 with several ranks`)
+  if (model.delayedScales().length > 0)
+    refuse('model', 'has scales of steps before, which would differ between ranks; its recipe must measure them')
+}

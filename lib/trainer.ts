@@ -9,7 +9,7 @@ import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
 import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
-import { alone, type Ranks } from './ranks.ts'
+import { alone, expectTogether, type Ranks } from './ranks.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
@@ -222,13 +222,6 @@ export class Trainer implements Disposable {
         'graph',
       )
     if (full.graph) expectGraphs(model)
-    if (full.graph && ranks.count > 1)
-      throw new CoatError(
-        'Trainer: graph cannot be had with ranks, which meet between what is recorded',
-        'value',
-        'Trainer',
-        'graph',
-      )
     if (ranks.count > 1) expectTogether(ranks, model, full)
     this.ranks = ranks
     this.model = model
@@ -572,27 +565,6 @@ function due(step: number, every: number | undefined, steps: number): boolean {
 }
 
 /** What cannot be had of several ranks, and data for others. */
-function expectTogether(
-  { rank, count }: Ranks,
-  model: TrainableModel,
-  {
-    data,
-    optimizerInBackward,
-    measureUpdates,
-  }: { data: Dataset; optimizerInBackward: boolean; measureUpdates: number },
-): void {
-  const refuse = (name: string, text: string): never => {
-    throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
-  }
-  const { rank: of = rank, world = count } = data
-  if (of !== rank || world !== count)
-    refuse('data', `is for rank ${of} of ${world} and must be for rank ${rank} of ${count}, as ranks says`)
-  if (optimizerInBackward) refuse('optimizerInBackward', 'updates before the gradients of several ranks are added')
-  if (measureUpdates > 0) refuse('measureUpdates', `is ${measureUpdates} and must be 0 with several ranks`)
-  if (model.delayedScales().length > 0)
-    refuse('model', 'has scales of steps before, which would differ between ranks; its recipe must measure them')
-}
-
 function expectCount(name: string, value: number): void {
   if (!Number.isSafeInteger(value) || value < 1)
     throw new CoatError(`Trainer: ${name} is ${value} and must be an integer of at least 1`, 'value', 'Trainer', name)

@@ -2,22 +2,8 @@
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
 import { checkOp, read, tensor } from '../harness.ts'
-import { type Given, matrix, Random, sum } from '../values.ts'
-
-/** The rotated qkv; `size` for the size of what is summed. */
-function rotate({ qkv, table, starts, B, T, H, J, D, direction }: Given, size = false) {
-  const half = D / 2
-  return matrix(B * T, (H + 2 * J) * D, (m, n) => {
-    if (n >= (H + J) * D) return qkv(m, n)
-    const i = n % D
-    const position = (m % T) - (starts ? starts(m) : 0)
-    const cosine = table(position, i % half)
-    const sine = direction * table(position, half + (i % half))
-    const other = qkv(m, i < half ? n + half : n - half)
-    if (size) return Math.abs(qkv(m, n) * cosine) + Math.abs(other * sine)
-    return i < half ? qkv(m, n) * cosine - other * sine : qkv(m, n) * cosine + other * sine
-  })
-}
+import { rotate } from '../rotate.ts'
+import { matrix, Random } from '../values.ts'
 
 describe('rope', () => {
   const sizes = [
@@ -30,32 +16,6 @@ describe('rope', () => {
   // documents of 5 rows
   const data = { starts: (_: Random, { T }: { T: number }, m: number) => (m % T) - ((m % T) % 5) }
   checkOp('rope', { sizes, data, reference: (given) => ({ qkv: rotate(given), '|qkv|': rotate(given, true) }) })
-
-  // the tensor cores add FP8 products with 14 bits
-  const turned = [
-    { B: 0, T: 3, H: 1, J: 1, D: 2, K: 5 },
-    { B: 1, T: 1, H: 1, J: 1, D: 64, K: 0 },
-    { B: 3, T: 31, H: 4, J: 2, D: 34, K: 17 },
-    { B: 2, T: 67, H: 3, J: 1, D: 64, K: 144 },
-    { B: 2, T: 65, H: 2, J: 1, D: 128, K: 1 },
-    { B: 5, T: 129, H: 3, J: 2, D: 128, K: 272 },
-  ]
-  checkOp('matmul_nt_rope', {
-    exact: false,
-    sizes: turned,
-    data,
-    slack: ({ a }, device) => (device === 'cpu' ? 4e-6 : a === 'bf16' ? 2e-5 : 2 ** -8),
-    reference: (given) => {
-      const { a, b, bias, K, B, T, H, J, D } = given
-      const [M, N] = [B * T, (H + 2 * J) * D]
-      const of = (size: (x: number) => number) => ({
-        ...given,
-        qkv: matrix(M, N, (m, n) => sum(K, (k) => size(a(m, k) * b(n, k))) + size(bias ? bias(n) : 0)),
-        direction: 1,
-      })
-      return { y: rotate(of((x) => x) as Given), '|y|': rotate(of(Math.abs) as Given, true) }
-    },
-  })
 
   const [T, H, J, D] = [5, 2, 1, 8]
   const angles = (t: number, i: number) => t * 10000 ** (-i / (D / 2))
