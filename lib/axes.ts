@@ -1,4 +1,5 @@
 // What each axis of a recipe may be, which values go together, and recipes made from others: of a row, and of a layer.
+import { LossScale } from './lossscale.ts'
 import { CoatError, native } from './native.ts'
 import { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
 import { type Format, isScaled } from './tensor.ts'
@@ -12,7 +13,9 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
   return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
 }
 
-type Axis = Exclude<keyof Recipe, 'layers'>
+type Axis = Exclude<keyof Recipe, keyof typeof whole>
+// Axes that may be left out, and a block cannot have of its own; `layers` is no axis.
+const whole = { layers: [], lossScale: [], mu: ['none', 'fixed', 'absolute', 'relative'] } as const
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
@@ -74,6 +77,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
         : master === null || (master === 'f32' && (param === 'bf16' || param === 'f16/t')),
   },
   {
+    text: "mu needs dw 'e4m3/t'",
+    holds: ({ mu = 'none', dw }) => mu === 'none' || dw === 'e4m3/t',
+  },
+  {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
   },
@@ -101,8 +108,14 @@ function rowOf(name: RecipeName, argument: string): Recipe {
 
 function checked(which: Recipe, where = ''): Recipe {
   for (const axis of Object.keys(which))
-    if (axis !== 'layers' && !Object.hasOwn(axes, axis))
-      refuse(`axis '${where}${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, `${where}${axis}`)
+    if (!Object.hasOwn(whole, axis) && !Object.hasOwn(axes, axis))
+      refuse(
+        `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...whole }).join(', ')}`,
+        `${where}${axis}`,
+      )
+  const { lossScale = 'none', mu = 'none' } = which
+  if (lossScale !== 'none') new LossScale(lossScale)
+  if (!whole.mu.includes(mu)) refuse(`${where}mu is '${mu}' and must be one of ${whole.mu.join(', ')}`, `${where}mu`)
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
   for (const [axis, legal] of Object.entries(axes)) {
@@ -120,7 +133,7 @@ function checked(which: Recipe, where = ''): Recipe {
       refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
     }
   for (const [pattern, change] of Object.entries(which.layers ?? {})) {
-    for (const axis of ['stream', 'layers'])
+    for (const axis of ['stream', ...Object.keys(whole)])
       if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
   }

@@ -24,6 +24,7 @@ export {
   type MuOptions,
   type MuReading,
   partitionWhole,
+  RankedGradients,
   saturatedShare,
   sumGradients,
 } from './exchange.ts'
@@ -38,6 +39,7 @@ export {
   type TurnMarks,
   turnMarks,
 } from './jsonl.ts'
+export { LossScale, type LossScaleState } from './lossscale.ts'
 export { type LlamaConfig, LlamaForCausalLM, type ModelOptions } from './models/llama.ts'
 export {
   Attention,
@@ -77,7 +79,15 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
-export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+export {
+  type DelayedScaling,
+  type DynamicLossScale,
+  type LayerRecipe,
+  type LossScaling,
+  type Recipe,
+  type RecipeName,
+  recipes,
+} from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {
   type Dtype,

@@ -3,14 +3,16 @@ import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import { counted, evaluate, expectIds, lossOf, type Scorer } from './evaluate.ts'
+import { type MuOptions, RankedGradients } from './exchange.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
-import type { Module } from './modules.ts'
+import { LossScale } from './lossscale.ts'
+import type { Module, Param } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
-import type { Recipe } from './recipes.ts'
+import type { LossScaling, Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
-import { memory, resetPeak, scope, Tensor } from './tensor.ts'
+import { isScaled, memory, resetPeak, scope, Tensor } from './tensor.ts'
 import type { UpdateQuality } from './updates.ts'
 
 /** What the trainer needs of a model. */
@@ -52,8 +54,15 @@ export interface TrainerOptions {
   schedule?: Schedule
   /** Largest global norm of the gradients (default 1; 0: no clipping). Steps with a NaN or Inf are skipped either way. */
   clip?: number
-  /** Consecutive skips after which training stops with an error (default 10). */
+  /** Consecutive skips after which training stops with an error (default 10); not those by which a loss scale above 1 falls. */
   maxSkips?: number
+  /**
+   * The factor of the loss in backward (default: the recipe's). Where gradients are quantized, an infinity that this saturates
+   * counts as an overflow, too, and each step waits for its numbers.
+   */
+  lossScale?: LossScaling
+  /** How micro-batches are summed as the ranks of FP8-LM (default: as the recipe says). */
+  mu?: Recipe['mu'] | Omit<MuOptions, 'ranks'>
   /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
   spike?: SpikeOptions
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
@@ -97,6 +106,8 @@ export interface StepMetrics {
   tokensPerSecond: number
   /** Milliseconds of this step. */
   time: number
+  /** The loss scale of this step, if there is one. */
+  lossScale?: number
   /** Whether the update was skipped, because a gradient was not finite or the step a spike: nothing changed then, but see `optimizerInBackward`. */
   skipped: boolean
   /** Skipped updates so far. */
@@ -114,18 +125,24 @@ export interface StepMetrics {
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint', 'lossScale', 'mu'],
 ]
+
+/** Options of which the trainer makes something. */
+type Apart = 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'lossScale' | 'mu'
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
   readonly model: TrainableModel
   readonly optimizer: Optimizer
-  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint'>> & {
+  readonly options: Required<Omit<TrainerOptions, Apart>> & {
     readonly checkpoint: Required<CheckpointOptions> | null
     readonly validate: { every: number; sequences: number } | null
   }
   readonly guard: SpikeGuard | null
+  readonly lossScale: LossScale | null
+  /** Micro-batches as ranks, where they are. */
+  readonly exchange: RankedGradients | null
   /** Batches taken so far, skipped steps included. */
   batches = 0
   skippedSteps = 0
@@ -142,7 +159,7 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, ...rest } = options
+    const { optimizer, checkpoint, spike, validate, lossScale, mu, ...rest } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -195,6 +212,9 @@ export class Trainer implements Disposable {
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
+    const scaling = lossScale ?? model.recipe.lossScale ?? 'none'
+    this.lossScale = scaling === 'none' ? null : new LossScale(scaling)
+    this.exchange = exchangeOf(model, mu ?? model.recipe.mu ?? 'none', full)
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
@@ -259,6 +279,7 @@ export class Trainer implements Disposable {
   }
 
   dispose(): void {
+    this.exchange?.dispose()
     this.optimizer.dropGrads()
     this.optimizer.dispose()
   }
@@ -280,7 +301,10 @@ export class Trainer implements Disposable {
 
   async #micros(interrupted: () => boolean): Promise<StepMetrics | null> {
     const { data, batch, accumulate, steps, schedule, clip, optimizerInBackward, cacheWeights } = this.options
-    const { optimizer, guard } = this
+    const { optimizer, guard, lossScale, exchange } = this
+    const scale = lossScale?.value ?? 1
+    // quantizing saturates infinities, and counts them
+    const hidden = (lossScale ?? exchange) !== null && quantizesGradients(this.model.recipe)
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
@@ -295,12 +319,13 @@ export class Trainer implements Disposable {
     const losses: Tensor[] = []
     let loss = 0
     let gradNorm = 0
-    let skip = false
+    let overflow = false
+    let spike = false
     let updates: UpdateQuality | null = null
     const { measureUpdates: every } = this.options
     const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
-    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
+    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm, scale) : null
     try {
       this.#keepTwins(cacheWeights)
       for (const micro of batches) {
@@ -309,26 +334,31 @@ export class Trainer implements Disposable {
           if (place) data.restore?.(place)
           return null
         }
-        losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+        losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : scale / tokens))
+        exchange?.take()
       }
+      exchange?.sum()
       this.#keepTwins(false)
       this.#begin('update')
-      const norm = within?.end() ?? optimizer.gradNorm(clip)
+      const norm = within?.end() ?? optimizer.gradNorm(clip, scale)
       try {
         const measure = async () => {
-          for (const part of losses) loss += await part.item()
+          for (const part of losses) loss += (await part.item()) / scale
           gradNorm = await norm.norm.item()
+          overflow = (await norm.clip.read())[1] !== 0 || (hidden && memory().infs > infsBefore)
         }
-        // a guard has to wait for the numbers; else the update is queued behind the gradients
-        if (guard) await measure()
-        const spike = guard?.isSpike(loss, gradNorm) ?? false
-        if (!spike && measured) updates = await optimizer.measuredStep(lr, norm.clip)
-        else if (!spike && !within) optimizer.step(lr, norm.clip)
+        // what may skip for more than the device knows has to wait for the numbers; else the update is queued behind the gradients
+        const waits = guard !== null || hidden
+        if (waits) await measure()
+        spike = guard?.isSpike(loss, gradNorm) ?? false
+        const dropped = spike || overflow
+        if (!dropped && measured) updates = await optimizer.measuredStep(lr, norm.clip)
+        else if (!dropped && !within) optimizer.step(lr, norm.clip)
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
-        if (!guard) await measure()
-        skip = spike || (await norm.clip.read())[1] !== 0
-        if (skip) await this.#skipped(norm.norms, spike)
+        if (!waits) await measure()
+        if (spike || overflow) await this.#skipped(norm.norms, spike)
+        else await exchange?.update()
       } finally {
         norm.norm.dispose()
         norm.norms.dispose()
@@ -337,15 +367,18 @@ export class Trainer implements Disposable {
     } finally {
       this.#keepTwins(false)
       for (const part of losses) part.dispose()
+      exchange?.drop()
       optimizer.dropGrads()
     }
     this.batches += accumulate
+    const skip = spike || overflow
     if (!skip) {
       optimizer.advance()
       this.skipsInARow = 0
       this.lastNorm = gradNorm
       guard?.add(loss, gradNorm)
     }
+    lossScale?.update(overflow, optimizer.steps)
     const time = performance.now() - started
     const usage = memory()
     return {
@@ -360,6 +393,7 @@ export class Trainer implements Disposable {
       skippedSteps: this.skippedSteps,
       infs: usage.infs - infsBefore,
       memory: usage,
+      ...(lossScale ? { lossScale: scale } : {}),
       ...(updates && !skip ? { updates: { kept: updates.kept, read: updates.read } } : {}),
     }
   }
@@ -376,22 +410,20 @@ export class Trainer implements Disposable {
   }
 
   async #expectFinite(): Promise<void> {
-    const params = this.model.parameters()
-    const handles = native.grad_norm(
-      params.map(({ tensor }) => tensor.handle),
-      0,
-    )
-    const [norm, norms, clip] = handles.map((handle) => Tensor.own(handle)) as [Tensor, Tensor, Tensor]
-    try {
-      if ((await clip.read())[1] === 0) return
-      const values = await norms.read()
-      diverged(
-        `parameters are not finite after step ${this.optimizer.steps}, which is not saved`,
-        params.filter((_, i) => !Number.isFinite(values[i])),
-      )
-    } finally {
-      for (const tensor of [norm, norms, clip]) tensor.dispose()
+    const bad: Param[] = []
+    for (const param of this.model.parameters()) {
+      const { handle, format } = param.tensor
+      const clip = scope(() => {
+        const read = format === 'f32' || format === 'bf16' ? handle : native.convert(handle, null, 'f32')
+        if (read !== handle) Tensor.own(read)
+        const [, , clip] = native.grad_norm([read], 0).map((part) => Tensor.own(part))
+        return (clip as Tensor).keep()
+      })
+      if ((await clip.read())[1] !== 0) bad.push(param)
+      clip.dispose()
     }
+    if (bad.length > 0)
+      diverged(`parameters are not finite after step ${this.optimizer.steps}, which is not saved`, bad)
   }
 
   #keepTwins(keeps: boolean): void {
@@ -423,6 +455,7 @@ export class Trainer implements Disposable {
   async #skipped(norms: Tensor, spike: boolean): Promise<void> {
     const { maxSkips } = this.options
     this.skippedSteps += 1
+    if (!spike && this.lossScale?.falls(this.optimizer.steps)) return
     this.skipsInARow += 1
     if (this.skipsInARow < maxSkips) return
     const values = await norms.read()
@@ -430,6 +463,30 @@ export class Trainer implements Disposable {
     const what = spike ? 'loss or gradient norm was a spike' : 'the gradient was not finite'
     diverged(`${what} in ${this.skipsInARow} steps in a row (maxSkips)`, bad)
   }
+}
+
+function quantizesGradients({ dy, dw, layers = {} }: Recipe): boolean {
+  const formats = [dy, dw, ...Object.values(layers).flatMap((layer) => [layer.dy ?? dy, layer.dw ?? dw])]
+  return formats.some(isScaled)
+}
+
+/** Micro-batches as ranks, if they are. */
+function exchangeOf(
+  model: Module,
+  mu: NonNullable<TrainerOptions['mu']>,
+  { accumulate, optimizerInBackward }: { accumulate: number; optimizerInBackward: boolean },
+): RankedGradients | null {
+  if (mu === 'none') return null
+  if (optimizerInBackward)
+    throw new CoatError(
+      `Trainer: mu is ${JSON.stringify(mu)} and must be none with optimizerInBackward, which keeps no gradients to sum`,
+      'value',
+      'Trainer',
+      'mu',
+    )
+  if (typeof mu === 'object') checkNames(mu, ['reading', 'threshold', 'window', 'bounds'], 'mu.')
+  const params = model.parameters().filter(({ frozen }) => !frozen)
+  return new RankedGradients(params, { ...(typeof mu === 'string' ? { reading: mu } : mu), ranks: accumulate })
 }
 
 function diverged(text: string, params: readonly { name: string }[]): never {

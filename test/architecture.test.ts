@@ -35,6 +35,7 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
+    ['lossscale'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange'],
     ['ops', 'generate'],
     ['cache'],

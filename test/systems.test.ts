@@ -77,6 +77,9 @@ describe('bytes of a parameter', () => {
     ['fp8-lm-o1', 11],
     ['fp8-lm-o2', 6],
     ['fp8-lm-o3', 7],
+    ['fp8-lm-auto-mu', 6],
+    ['micikevicius-bf16', 16],
+    ['mellempudi-e5m2', 12],
   ])('%s: %d by its formats', (name, expected) => {
     expect(parameterBytes(recipe(name)).total).toBe(expected)
   })

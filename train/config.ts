@@ -3,12 +3,15 @@ import { readFileSync } from 'node:fs'
 import {
   CoatError,
   type LlamaConfig,
+  LossScale,
+  type LossScaling,
   type Recipe,
   type RecipeChange,
   type RecipeName,
   type Recompute,
   recipe,
   recipes,
+  type TrainerOptions,
 } from '../lib/index.ts'
 import { recomputes } from '../lib/tape.ts'
 
@@ -37,6 +40,8 @@ export interface RunConfig {
   recompute?: Recompute
   optimizerInBackward?: boolean
   cacheWeights?: boolean
+  lossScale?: LossScaling
+  mu?: NonNullable<TrainerOptions['mu']>
   optimizer: { rule: 'adamw' | 'lion' | 'sgd'; [name: string]: unknown }
   schedule: { name: 'constant' | 'linear' | 'cosine' | 'wsd'; warmup?: number; floor?: number; decay?: number }
   spike?: { sigma: number; window?: number }
@@ -90,6 +95,16 @@ const anyRecipe: Check = (value) => {
   }
 }
 
+const anyScale: Check = (value) => {
+  try {
+    if (value !== 'none') new LossScale(value as Exclude<LossScaling, 'none'>)
+    return null
+  } catch (error) {
+    return `what the trainer takes: ${(error as Error).message}`
+  }
+}
+const anyMu: Check = (value) => (object(value) === null ? null : oneOf('none', 'fixed', 'absolute', 'relative')(value))
+
 const betas = { betas: listOf(2, number(0, 1)) }
 const rules: Record<RunConfig['optimizer']['rule'], Shape> = {
   adamw: { ...betas, eps: number(0), vFloor: flag, allowUnsafe: flag },
@@ -136,6 +151,8 @@ function shapeOf(config: Record<string, unknown>): Shape {
     recompute: oneOf(...recomputes),
     optimizerInBackward: flag,
     cacheWeights: flag,
+    lossScale: anyScale,
+    mu: anyMu,
     optimizer: {
       rule: oneOf(...Object.keys(rules)),
       lr: number(0),
