@@ -183,6 +183,8 @@ export const opCases: readonly OpCase[] = [
   convert('bf16', 'e5m2/t'),
   convert('bf16', 'e4m3/g16'),
   convert('e4m3/g16', 'bf16'),
+  convert('bf16', 'i8/g16'),
+  convert('i8/g16', 'bf16'),
   convert('f32', 'bf16'),
   convert('bf16', 'e4m3/g128'),
   convert('f32', 'e4m3/b128'),
@@ -337,7 +339,8 @@ export const opCases: readonly OpCase[] = [
   attentionCase('attention_forward', { ...attentionForward, starts: 'i32' }, [{}]),
   attentionCase('attention_backward', attentionBackward, attentionChanges),
   attentionCase('attention_backward', { ...attentionBackward, starts: 'i32' }, [{}]),
-  attentionCase('attention_backward', { dout: 'bf16', qkv: 'e4m3/g16', out: 'e4m3/g16', dqkv: 'bf16' }, [{}]),
+  attentionCase('attention_backward', { dout: 'bf16', qkv: 'e4m3/g16', dqkv: 'bf16' }, [{}]),
+  attentionCase('attention_backward', { dout: 'bf16', qkv: 'i8/g16', dqkv: 'bf16' }, [{}]),
   { op: 'attention_center', sizes: attention, formats: { qkv: 'bf16' } },
   {
     op: 'attention_cached',

@@ -23,7 +23,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
-  attention: ['stream', 'e4m3/g16'],
+  attention: ['stream', 'e4m3/g16', 'i8/g16'],
   param: ['f32', 'bf16', 'bf16x2', 'f16/t', 'e4m3/t'],
   master: ['f32', 'f16/t', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
@@ -56,7 +56,7 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
   },
   {
-    text: "attention 'e4m3/g16' needs stream 'bf16'",
+    text: "attention other than 'stream' needs stream 'bf16'",
     holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
   },
   {

@@ -379,7 +379,7 @@ export class Attention extends Module {
   readonly sizes: AttentionSizes
   readonly stream: 'f32' | 'bf16'
   /** Format of what is kept for backward. */
-  readonly saved: 'f32' | 'bf16' | 'e4m3/g16'
+  readonly saved: 'f32' | 'bf16' | 'e4m3/g16' | 'i8/g16'
   readonly device: Device
   #rope: { sequence: number; table: Tensor } | null = null
 
@@ -429,8 +429,6 @@ export class Attention extends Module {
       starts,
       window,
       saved: this.saved,
-      // one copy for backward and for a projection that quantizes what it reads
-      y: isScaled(this.saved) && isScaled(this.output.formats.x) ? this.saved : this.stream,
       dx: this.stream,
     })
     return this.output.forward(mixed)

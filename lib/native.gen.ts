@@ -4,11 +4,11 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'i8/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
 
 export interface NativeOps {
   /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'i8/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
   /** y = x in the format of y as convert makes it, but no positive value becomes the code of 0: the smallest positive code instead. For second moments, which are divided by. x […], scale [1], y […]. */
   convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert, except in runs, which lie in the rows of y. x [M, N], scale [1], y [N, M]. */
@@ -61,9 +61,9 @@ export interface NativeOps {
   rope(table: Handle, qkv: Handle, starts: Handle | null, H: number, J: number, D: number, direction: number): void
   /** out = softmax(scale * q k^T) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. A query sees the keys of its sequence, of its document when starts are given, up to itself when causal, and less than window rows away unless window is 0. qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H]. */
   attention_forward(qkv: Handle, starts: Handle | null, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [out: Handle, lse: Handle]
-  /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv and out are rounded to bf16 first; without lse it is made again from qkv. With table, that of rope, the gradients of q and k are turned back. amax = largest |dqkv|. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], table [T, D], dqkv [B*T, (H+2*J)*D], amax [1]. */
-  attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle, lse: Handle | null, table: Handle | null, dqkv: 'f32' | 'bf16', amax: 'f32' | null, T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [dqkv: Handle, amax: Handle | null]
-  /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in FP8. qkv [B*T, (H+2*J)*D]. */
+  /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv is rounded to bf16 first. Without out and lse both are made again from qkv: those of the values that a copy was made of would leave in the gradient of the scores what softmax takes out. With table, that of rope, the gradients of q and k are turned back. amax = largest |dqkv|. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], table [T, D], dqkv [B*T, (H+2*J)*D], amax [1]. */
+  attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle | null, lse: Handle | null, table: Handle | null, dqkv: 'f32' | 'bf16', amax: 'f32' | null, T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [dqkv: Handle, amax: Handle | null]
+  /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in 8 bits. qkv [B*T, (H+2*J)*D]. */
   attention_center(qkv: Handle, T: number, H: number, J: number, D: number): void
   /** Attention of M rows that follow first other ones of one sequence: their k and v go to the rows of cache from first on, in place; out = softmax(scale * q k^T) v over the cache up to the row itself, of it the last window rows unless window is 0; H query heads share J key/value heads. qkv [M, (H+2*J)*D], cache [T, 2*J*D], out [M, H*D]. */
   attention_cached(qkv: Handle, cache: Handle, out: 'f32' | 'bf16', H: number, J: number, D: number, first: number, window: number, scale: number): Handle

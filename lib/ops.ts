@@ -378,10 +378,8 @@ export interface AttentionOptions {
   starts?: Tensor | null
   /** A row sees those less than `window` rows away (default 0: all). */
   window?: number
-  /** What is kept of qkv and of the output for backward: themselves and one f32 a head, or `e4m3/g16` copies alone. */
-  saved?: Plain | 'e4m3/g16'
-  /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
-  y?: Plain | 'e4m3/g16'
+  /** What is kept for backward: qkv, the output and one f32 a head, or an 8-bit copy of qkv alone. */
+  saved?: Plain | 'e4m3/g16' | 'i8/g16'
   /** Format of gradients. */
   dx: Plain
 }
@@ -409,27 +407,23 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     window,
     scale,
   )
-  let out = Tensor.own(outHandle, format)
-  if (options.y && options.y !== format) {
-    const plain = out
-    out = Tensor.own(native.convert(outHandle, null, options.y), options.y)
-    plain.dispose()
-  }
+  const out = Tensor.own(outHandle, format)
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out
-  // of quantized q and k the softmax has to be normalized anew: lse is that of others
-  if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
-  const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
+  // out and lse are those of qkv: of a copy backward makes its own
+  const copies = saved !== undefined && isScaled(saved)
+  if (copies) native.attention_center(qkv.handle, T, H, J, D)
+  const kept = copies ? [qkv.as(saved)] : [qkv, out, lse]
   const amaxWanted = qkv.gradientFormat ? 'f32' : null
-  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
-    if (!qkv || !out) return []
+  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, lse]) => {
+    if (!qkv) return []
     const [handle, amax] = native.attention_backward(
       dout.handle,
       qkv.handle,
       documents,
-      out.handle,
-      kept.length === 3 ? (third as Tensor).handle : null,
+      copies ? null : (out as Tensor).handle,
+      copies ? null : (lse as Tensor).handle,
       rope?.handle ?? null,
       options.dx,
       amaxWanted,

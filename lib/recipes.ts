@@ -32,8 +32,8 @@ export interface Recipe {
   flow: 'fp8' | 'save'
   /** Residual stream, attention and head. */
   stream: Plain
-  /** What attention keeps of q, k, v and its output for backward: them in the format of the stream, or FP8 copies alone. */
-  attention: 'stream' | 'e4m3/g16'
+  /** What attention keeps for backward: q, k, v and its output in the format of the stream, or 8-bit copies of q, k and v. */
+  attention: 'stream' | 'e4m3/g16' | 'i8/g16'
   /** Parameter of a matrix; norm weights are f32, and so are biases where this is neither f32 nor bf16. */
   param: Plain | 'bf16x2' | 'f16/t' | 'e4m3/t'
   /** The copy that the optimizer changes where the parameter is rounded. */
