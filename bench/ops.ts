@@ -177,6 +177,16 @@ const sgd = (m: AnyFormat, formats: OpCase['formats']): OpCase => ({
   formats: { ...formats, m, clip: 'f32' },
   numbers: { lr: 1e-2, momentum: 0.9, gain: 1, weight_decay: 1e-4, nesterov: 0, seed: 1 },
 })
+// numbers of 16 bits as Wang et al. (2018) sum up
+const e6m9 = { range: 6, precision: 9, shift: 0, seed: 1 }
+const emulatedProduct = matmul('matmul_nt', { M: 128, N: 128, K: 256 }, 'f32', 'f32', 'f32', [square])
+const plainSgd = sgd('f32', { p: 'f32', g: 'f32' })
+const emulatedSgd: OpCase = {
+  ...plainSgd,
+  op: 'sgd_emulated',
+  numbers: { ...plainSgd.numbers, ...e6m9 },
+  words: { rounding: 'stochastic' },
+}
 
 export const opCases: readonly OpCase[] = [
   convert('bf16', 'e4m3/t'),
@@ -419,6 +429,20 @@ export const opCases: readonly OpCase[] = [
   lion('e4m3/x128', { p: 'f32', g: 'bf16' }),
   sgd('f32', { p: 'f32', g: 'bf16' }),
   sgd('e4m3/x128', { p: 'f32', g: 'bf16' }),
+  {
+    op: 'round_to',
+    sizes: rows,
+    formats: { x: 'f32', y: 'f32' },
+    numbers: e6m9,
+    expect: { result: 'y', value: (i, values) => at(values, 'x', i), tolerance: 2 ** -10 },
+  },
+  {
+    ...emulatedProduct,
+    op: 'matmul_emulated',
+    numbers: { ...e6m9, chunk: 64 },
+    expect: { ...(emulatedProduct.expect as NonNullable<OpCase['expect']>), tolerance: 2 ** -7 },
+  },
+  emulatedSgd,
   {
     op: 'grad_norm',
     sizes: { L: 4, ...rows },

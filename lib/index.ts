@@ -77,7 +77,15 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
-export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+export {
+  type Arithmetic,
+  type DelayedScaling,
+  type Emulation,
+  type LayerRecipe,
+  type Recipe,
+  type RecipeName,
+  recipes,
+} from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {
   type Dtype,

@@ -93,6 +93,12 @@ export interface NativeOps {
   lion(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, weight_decay: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
   /** SGD with momentum on a list of parameters: d = g + weight_decay p, m = momentum m + gain d, p -= lr m, or p -= lr (d + momentum m) with nesterov; clip, master, lost and rounding as in adamw. p […], master […], lost […], g […], m […], clip [2]. */
   sgd(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, momentum: number, gain: number, weight_decay: number, nesterov: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
+  /** y = x rounded to numbers of this arithmetic. x […], y […]. */
+  round_to(x: Handle, arithmetic: 'float' | 'fixed', range: number, precision: number, shift: number, rounding: 'nearest' | 'stochastic', seed: number): Handle
+  /** y = a b^T (+ bias in every row): every sum of an exact product and of chunks of `chunk` products is rounded, in order; with chunk 0 y alone is, its sum being FP64. a [M, K], b [N, K], bias [N], y [M, N]. */
+  matmul_emulated(a: Handle, b: Handle, bias: Handle | null, chunk: number, arithmetic: 'float' | 'fixed', range: number, precision: number, shift: number, rounding: 'nearest' | 'stochastic', seed: number): Handle
+  /** sgd in three steps that are each rounded: d = g + weight_decay p, m = momentum m + gain d, p -= lr m, or p -= lr (d + momentum m) with nesterov; clip as in adamw. p […], g […], m […], clip [2]. */
+  sgd_emulated(p: readonly Handle[], g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, momentum: number, gain: number, weight_decay: number, nesterov: number, arithmetic: 'float' | 'fixed', range: number, precision: number, shift: number, rounding: 'nearest' | 'stochastic', seed: number): void
   /** norm = sqrt of the sum of all squares (pieces of 16 in FP32, added in FP64, fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
   grad_norm(g: readonly Handle[], max_norm: number): [norm: Handle, norms: Handle, clip: Handle]
   /** y[i] = mean + std * standard normal of (seed, i): the same bits on every device. y [M, N]. */

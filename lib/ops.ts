@@ -1,10 +1,12 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
+import { emulatedLinear, type PlacedEmulation } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
 
+export { matmulEmulated, roundTo } from './emulate.ts'
 export * from './rotation.ts'
 
 type Plain = 'f32' | 'bf16'
@@ -23,6 +25,8 @@ export interface LinearFormats {
   dx: Plain
   /** Result dw [N, K]. */
   dw: Plain
+  /** Arithmetic that is imitated; all formats are then f32. */
+  emulated?: PlacedEmulation
 }
 
 /** Scales of the operands of one product from steps before, where they are not measured. */
@@ -49,6 +53,7 @@ export function linear(
   formats: LinearFormats,
   scales: LinearScales | null = null,
 ): Tensor {
+  if (formats.emulated) return emulatedLinear(x, w, b, formats.emulated)
   const tape = recordedBy(x, w, b)
   scales?.x.give(x, tape !== null)
   scales?.w.give(w, tape !== null)

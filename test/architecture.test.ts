@@ -36,6 +36,7 @@ describe('directions', () => {
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange'],
+    ['emulate'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],
@@ -72,6 +73,7 @@ describe('directions', () => {
     'csrc/code.h': ['cuda_bf16.h', 'cuda_fp16.h', 'cuda_fp8.h'], // the conversion instructions, where nvcc compiles
     'csrc/format.h': ['tensor.h', 'code.h'],
     'csrc/formula.h': ['format.h'],
+    'csrc/emulate.h': ['formula.h'],
     'csrc/contract.h': ['tensor.h', 'ops.def'],
     'csrc/memory.h': ['tensor.h'],
     'csrc/profile.h': ['contract.h', 'cuda/device.h'],
