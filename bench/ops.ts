@@ -373,8 +373,8 @@ export const opCases: readonly OpCase[] = [
   {
     op: 'cross_entropy_forward',
     sizes: { M: 4096, V: 1024 },
-    formats: { logits: 'bf16', targets: 'i32', loss: 'f32', lse: 'f32' },
-    numbers: { ignore: -100, weight: 1 / 4096 },
+    formats: { logits: 'bf16', targets: 'i32', weight: 'f32', loss: 'f32', lse: 'f32' },
+    numbers: { ignore: -100 },
     expect: {
       result: 'lse',
       value: (i, values, { V = 1 }) => Math.log(sum(V, (k) => Math.exp(at(values, 'logits', i * V + k)))),
@@ -383,8 +383,8 @@ export const opCases: readonly OpCase[] = [
   {
     op: 'cross_entropy_backward',
     sizes: { M: 4096, V: 1024 },
-    formats: { dloss: 'f32', logits: 'bf16', targets: 'i32', lse: 'f32', dx: 'bf16' },
-    numbers: { ignore: -100, weight: 1 / 4096 },
+    formats: { dloss: 'f32', logits: 'bf16', targets: 'i32', lse: 'f32', weight: 'f32', dx: 'bf16' },
+    numbers: { ignore: -100 },
   },
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'f32', 'f32', 'f32', []),
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'bf16', 'bf16', 'bf16', fewTokens),

@@ -71,10 +71,10 @@ export interface NativeOps {
   embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
   /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */
   embedding_backward(ids: Handle, dy: Handle, dw: 'f32' | 'bf16', V: number): Handle
-  /** loss = weight * sum over rows of lse[m] - logits[m, targets[m]]; rows whose target is ignore add nothing. lse in FP32, the sum in FP64. logits [M, V], targets [M], loss [1], lse [M]. */
-  cross_entropy_forward(logits: Handle, targets: Handle, ignore: number, weight: number): [loss: Handle, lse: Handle]
-  /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], dx [M, V]. */
-  cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, dx: 'f32' | 'bf16', ignore: number, weight: number): Handle
+  /** loss = weight * sum over rows of lse[m] - logits[m, targets[m]]; rows whose target is ignore add nothing. lse in FP32, the sum in FP64. logits [M, V], targets [M], weight [1], loss [1], lse [M]. */
+  cross_entropy_forward(logits: Handle, targets: Handle, weight: Handle, ignore: number): [loss: Handle, lse: Handle]
+  /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], weight [1], dx [M, V]. */
+  cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, weight: Handle, dx: 'f32' | 'bf16', ignore: number): Handle
   /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
   matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
   /** y = a b; amax as in matmul_nt. a [M, K], b [K, N], y [M, N], amax [1]. */

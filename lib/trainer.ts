@@ -2,10 +2,12 @@
 import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
-import { counted, evaluate, expectIds, lossOf, type Scorer } from './evaluate.ts'
+import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
+import { expectGraphs, type Recorded, StepGraph, shapeOf, stepsBeforeGraph } from './graph.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
+import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
@@ -59,7 +61,7 @@ export interface TrainerOptions {
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
   validate?: { every: number; sequences?: number }
   callbacks?: TrainerCallbacks
-  /** Called as the parts of a step are queued, to tell their times apart. */
+  /** Called as the parts of a step are queued, to tell their times apart; with `graph`, `forward` stands for backward, too. */
   phase?: (part: Phase) => void
   /**
    * Update each parameter in backward, as soon as its gradient is complete, and free the gradient then (default no); needs
@@ -72,6 +74,13 @@ export interface TrainerOptions {
    * bytes of both, instead of two passes over the weights a micro-batch.
    */
   cacheWeights?: boolean
+  /**
+   * Record the micro-batches of a step as a CUDA graph and run that from then on (default no): the same bits, and hardly any
+   * work of the host, which small models wait for. The first steps, and those whose batches have another shape, run op by op;
+   * so do all where something cannot be recorded, after a warning. A model's forward must do the same in every step, whatever
+   * its inputs hold. Costs the bytes of gradients between steps. Signals are heard between steps.
+   */
+  graph?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
   /**
@@ -114,7 +123,7 @@ export interface StepMetrics {
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
@@ -139,6 +148,11 @@ export class Trainer implements Disposable {
   /** The step that the last checkpoint of this trainer has. */
   #saved = -1
   #busy = false
+  #graph: StepGraph | null = null
+  /** Whether something could not be recorded. */
+  #graphless = false
+  /** Steps without a graph, one after the other, of batches of one shape, and bytes that the last of them needed at once. */
+  #plain = { shape: '', steps: 0, bytes: 0 }
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
@@ -153,6 +167,7 @@ export class Trainer implements Disposable {
       recompute: 'flow' as const,
       optimizerInBackward: false,
       cacheWeights: false,
+      graph: false,
       measureUpdates: 0,
       ...rest,
       validate: validate === undefined ? null : checked({ sequences: 64, ...validate }, 'validate', 'sequences'),
@@ -192,6 +207,14 @@ export class Trainer implements Disposable {
         'Trainer',
         'spike',
       )
+    if (full.graph && full.optimizerInBackward)
+      throw new CoatError(
+        'Trainer: graph cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
+        'value',
+        'Trainer',
+        'graph',
+      )
+    if (full.graph) expectGraphs(model)
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
@@ -208,6 +231,7 @@ export class Trainer implements Disposable {
    * bit for bit; `run()` does the steps that are left. See `loadCheckpoint` for what is refused and what `allow` permits.
    */
   async resume(dir: string, options: { allow?: readonly string[] } = {}): Promise<Resumed> {
+    this.#dropGraph()
     return loadCheckpoint(this, dir, options)
   }
 
@@ -260,6 +284,7 @@ export class Trainer implements Disposable {
 
   dispose(): void {
     this.optimizer.dropGrads()
+    this.#dropGraph()
     this.optimizer.dispose()
   }
   [Symbol.dispose](): void {
@@ -300,20 +325,30 @@ export class Trainer implements Disposable {
     const { measureUpdates: every } = this.options
     const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    const weight = tokens === 0 ? 0 : 1 / tokens
+    const graph = this.#graphFor(batches)
+    const interrupt = () => {
+      const stops = interrupted()
+      if (stops && place) data.restore?.(place)
+      return stops
+    }
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
-      this.#keepTwins(cacheWeights)
-      for (const micro of batches) {
-        if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
-        if (interrupted()) {
-          if (place) data.restore?.(place)
-          return null
+      if (graph) {
+        if (interrupt()) return null
+        this.#begin('forward')
+        losses.push(...graph.run(batches, weight).losses)
+      } else {
+        this.#keepTwins(cacheWeights)
+        for (const micro of batches) {
+          if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
+          if (interrupt()) return null
+          losses.push(this.#forwardBackward(() => inputsOf(micro, this.model.device), weight, shapeOf([micro])))
         }
-        losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+        this.#keepTwins(false)
       }
-      this.#keepTwins(false)
       this.#begin('update')
-      const norm = within?.end() ?? optimizer.gradNorm(clip)
+      const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip)
       try {
         const measure = async () => {
           for (const part of losses) loss += await part.item()
@@ -348,6 +383,8 @@ export class Trainer implements Disposable {
     }
     const time = performance.now() - started
     const usage = memory()
+    if (graph) usage.peak = graph.peakWith(usage.peak)
+    else this.#plain.bytes = usage.peak.total - usage.live.total
     return {
       step: optimizer.steps,
       loss,
@@ -402,17 +439,71 @@ export class Trainer implements Disposable {
     }
   }
 
-  #forwardBackward(micro: Batch, weight: number): Tensor {
+  #forwardBackward(
+    inputs: () => Inputs,
+    weight: Weight,
+    shape: string,
+    begin = (part: Phase) => this.#begin(part),
+  ): Tensor {
     using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
-      this.#begin('forward')
-      const loss = tape.record(() => lossOf(this.model, micro, weight))
-      const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
+      begin('forward')
+      const loss = tape.record(() => lossOf(this.model, inputs(), weight))
       if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
-      this.#begin('backward')
+      begin('backward')
       tape.backward(loss)
       return loss.keep()
     })
+  }
+
+  /** The graph for a step of these batches; null where it runs op by op. */
+  #graphFor(batches: readonly Batch[]): StepGraph | null {
+    if (!this.options.graph || this.#graphless) return null
+    const shape = shapeOf(batches)
+    const plain = this.#plain
+    if (this.#graph?.shape === shape) {
+      plain.steps = 0
+      return this.#graph
+    }
+    if (plain.shape !== shape) this.#plain = { shape, steps: 0, bytes: 0 }
+    if (this.#plain.steps++ < stepsBeforeGraph) return null
+    this.#dropGraph()
+    try {
+      this.#graph = new StepGraph(this.model, batches, plain.bytes, (inputs, weight) =>
+        this.#record(batches, inputs, weight),
+      )
+    } catch (error) {
+      if (!(error instanceof CoatError)) throw error
+      this.#graphless = true
+      process.emitWarning(`training: steps run without a graph: ${error.message}`, { code: 'COAT_GRAPH' })
+    }
+    return this.#graph
+  }
+
+  #record(batches: readonly Batch[], inputs: readonly Inputs[], weight: Tensor): Recorded {
+    this.#keepTwins(this.options.cacheWeights)
+    try {
+      const losses = batches.map((micro, i) =>
+        this.#forwardBackward(
+          () => inputs[i] as Inputs,
+          weight,
+          shapeOf([micro]),
+          () => {},
+        ),
+      )
+      this.#keepTwins(false)
+      const norm = this.optimizer.gradNorm(this.options.clip)
+      for (const scale of this.model.delayedScales()) scale.advance()
+      return { losses, norm }
+    } finally {
+      this.#keepTwins(false)
+    }
+  }
+
+  #dropGraph(): void {
+    this.#graph?.dispose()
+    this.#graph = null
+    this.#plain = { shape: '', steps: 0, bytes: 0 }
   }
 
   #begin(part: Phase): void {

@@ -349,7 +349,7 @@ describe('a refusal leaves nothing behind', () => {
     refusal(() => native.rmsnorm_forward(x, w, zero, 'e4m3/t', 1e-5))
     refusal(() => native.embedding_forward(bad, x, 'f32'))
     refusal(() => native.embedding_backward(bad, x, 'f32', 3))
-    refusal(() => native.cross_entropy_forward(x, targets, -100, 1))
+    refusal(() => native.cross_entropy_forward(x, targets, zero, -100))
     refusal(() => native.add(x, w, 'bf16', 'e4m3/g16'))
     refusal(() => native.random_normal('f32', 1e6, 1e10, 0, 1, 1, 'cpu'))
   })

@@ -16,6 +16,12 @@ int multiprocessors();
 uint32_t* counters();
 constexpr int kCounters = 1024;
 void check(cudaError_t result, const char* what);
+bool waits_after_every_op();
+
+// Memory while a graph is recorded, and whether one is; release_recorded: whether the block was such memory.
+bool records();
+uint8_t* allocate_recorded(int64_t bytes);
+bool release_recorded(uint8_t* data);
 
 // The ways to start a kernel; all check.
 template <class... Parameters>
