@@ -43,6 +43,8 @@ export interface RecipeResult extends Run {
   validation: number
   /** Why it had to. */
   stopped: string | null
+  /** Whether its arithmetic is imitated, so that rates say nothing and bytes are those of f32. */
+  emulated: boolean
   /** Bytes of a parameter, its state and its gradient: by the recipe's formats, and as the update began. */
   predicted: number
   measured: number
@@ -109,6 +111,7 @@ async function trained(
     steps: done,
     validation: stopped === null ? await trainer.validate(128) : Number.NaN,
     stopped,
+    emulated: Boolean(recipe.emulated),
     predicted: parameterBytes(recipe).total,
     measured: bytes / parameters,
   }
@@ -127,7 +130,7 @@ export function recipesTable(results: readonly RecipeResult[]): Table {
   return {
     head: ['recipe', 'held-out loss', 'less bf16', 'B/param by formats', 'measured', 'kept for backward', 'tokens/s'],
     rows: results.map((result) => [
-      result.recipe,
+      result.emulated ? `${result.recipe} (emulated)` : result.recipe,
       loss(result.validation),
       difference(result.validation),
       result.predicted.toFixed(3),

@@ -1,7 +1,15 @@
 // What each axis of a recipe may be, which values go together, and recipes made from others: of a row, and of a layer.
 import { LossScale } from './lossscale.ts'
 import { CoatError, native } from './native.ts'
-import { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+import {
+  type Arithmetic,
+  type DelayedScaling,
+  type Emulation,
+  type LayerRecipe,
+  type Recipe,
+  type RecipeName,
+  recipes,
+} from './recipes.ts'
 import { type Format, isScaled } from './tensor.ts'
 
 /** A recipe as what it changes of another one: `{ base: 'coat', v: 'e5m2/x128' }`. */
@@ -13,9 +21,9 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
   return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
 }
 
-type Axis = Exclude<keyof Recipe, keyof typeof whole>
-// Axes that may be left out, and a block cannot have of its own; `layers` is no axis.
-const whole = { layers: [], lossScale: [], mu: ['none', 'fixed', 'absolute', 'relative'] } as const
+type Axis = Exclude<keyof Recipe, keyof typeof free>
+// Axes that may be left out, and by themselves have more rules than a list of words; `layers` is no axis.
+const free = { layers: [], emulated: [], lossScale: [], mu: ['none', 'fixed', 'absolute', 'relative'] } as const
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
@@ -26,7 +34,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
-  attention: ['stream', 'e4m3/g16'],
+  attention: ['stream', 'e4m3/g16', 'i8/g16'],
   param: ['f32', 'bf16', 'bf16x2', 'f16/t', 'e4m3/t'],
   master: ['f32', 'f16/t', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
@@ -59,7 +67,7 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
   },
   {
-    text: "attention 'e4m3/g16' needs stream 'bf16'",
+    text: "attention other than 'stream' needs stream 'bf16'",
     holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
   },
   {
@@ -83,6 +91,11 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
+  },
+  {
+    text: 'emulated needs x, stream, param, dw, m and v f32',
+    holds: ({ emulated, x, stream, param, dw, m, v }) =>
+      !emulated || [x, stream, param, dw, m, v].every((format) => format === 'f32'),
   },
 ]
 
@@ -108,16 +121,17 @@ function rowOf(name: RecipeName, argument: string): Recipe {
 
 function checked(which: Recipe, where = ''): Recipe {
   for (const axis of Object.keys(which))
-    if (!Object.hasOwn(whole, axis) && !Object.hasOwn(axes, axis))
+    if (!Object.hasOwn(free, axis) && !Object.hasOwn(axes, axis))
       refuse(
-        `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...whole }).join(', ')}`,
+        `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...free }).join(', ')}`,
         `${where}${axis}`,
       )
   const { lossScale = 'none', mu = 'none' } = which
   if (lossScale !== 'none') new LossScale(lossScale)
-  if (!whole.mu.includes(mu)) refuse(`${where}mu is '${mu}' and must be one of ${whole.mu.join(', ')}`, `${where}mu`)
+  if (!free.mu.includes(mu)) refuse(`${where}mu is '${mu}' and must be one of ${free.mu.join(', ')}`, `${where}mu`)
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
+  if (which.emulated) checkEmulation(which.emulated, `${where}emulated.`)
   for (const [axis, legal] of Object.entries(axes)) {
     const value = which[axis as Axis]
     if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
@@ -133,7 +147,7 @@ function checked(which: Recipe, where = ''): Recipe {
       refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
     }
   for (const [pattern, change] of Object.entries(which.layers ?? {})) {
-    for (const axis of ['stream', ...Object.keys(whole)])
+    for (const axis of ['stream', 'layers', 'lossScale', 'mu'])
       if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
   }
@@ -151,6 +165,45 @@ function checkDelayed(scaling: DelayedScaling, where: string): void {
   demand('history', Number.isSafeInteger(history) && history >= 1, 'an integer of at least 1')
   demand('pick', picks.includes(pick), `one of ${picks.join(', ')}`)
   demand('margin', Number.isSafeInteger(margin) && Math.abs(margin) <= 64, 'an integer from -64 to 64')
+}
+
+function checkEmulation(emulation: Emulation, where: string): void {
+  const names = ['operand', 'sum', 'chunk', 'lossScale', 'update']
+  for (const name of Object.keys(emulation))
+    if (!names.includes(name))
+      refuse(`axis '${where}${name}' is unknown; an emulation has ${names.join(', ')}`, `${where}${name}`)
+  const { operand, sum, chunk, lossScale, update } = emulation
+  if (!Number.isSafeInteger(chunk) || chunk < 0)
+    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0`, `${where}chunk`)
+  const shift = Math.log2(lossScale)
+  if (!Number.isSafeInteger(shift) || shift < 0)
+    refuse(`${where}lossScale is ${lossScale} and must be a power of two of at least 1`, `${where}lossScale`)
+  const one = native.make('f32', [1], 'cpu', 'temp')
+  try {
+    for (const [name, word] of Object.entries({ operand, sum, ...(update !== null && { update }) }))
+      try {
+        native.free(native.round_to(one, ...arithmeticOf(word, lossScale), 0))
+      } catch (error) {
+        refuse(`${where}${name} is '${word}': ${(error as Error).message}`, `${where}${name}`)
+      }
+  } finally {
+    native.free(one)
+  }
+}
+
+/** What native ops take of a word such as `e5m2` or `q4.12/sr`, for what is multiplied by a power of two. */
+export function arithmeticOf(word: Arithmetic, lossScale = 1) {
+  const [, exponent, mantissa, before, behind, stochastic] = /^(?:e(\d+)m(\d+)|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
+  const [range, precision] = [exponent ?? before, mantissa ?? behind].map(Number)
+  if (range === undefined || precision === undefined || Number.isNaN(range))
+    throw new CoatError(
+      `arithmetic is '${word}' and must be eEmM or qI.F with numbers of bits, and /sr for stochastic rounding`,
+      'value',
+      'round_to',
+      'arithmetic',
+    )
+  const kind = exponent === undefined ? 'fixed' : 'float'
+  return [kind, range, precision, Math.log2(lossScale), stochastic === undefined ? 'nearest' : 'stochastic'] as const
 }
 
 function alone<Whole extends { layers?: unknown }>({ layers: _, ...rest }: Whole): Omit<Whole, 'layers'> {
@@ -191,6 +244,12 @@ export function checkLayers({ layers = {} }: { layers?: Readonly<Record<string, 
         `layers['${pattern}'] names no layer of the model; they are ${blocks[0]} to ${blocks.at(-1)}`,
         `layers['${pattern}']`,
       )
+}
+
+/** Whether gradients of the model, or of one of its blocks, are quantized somewhere. */
+export function quantizesGradients({ dy, dw, layers = {} }: Recipe): boolean {
+  const formats = [dy, dw, ...Object.values(layers).flatMap((layer) => [layer.dy ?? dy, layer.dw ?? dw])]
+  return formats.some(isScaled)
 }
 
 /** What a parameter of a matrix costs from one step to the next, in bytes. */

@@ -197,6 +197,29 @@ export class RankedGradients implements Disposable {
   }
 }
 
+/** How a trainer has it: a reading with its defaults, or with others. */
+export type MuSetting = 'none' | MuReading | Omit<MuOptions, 'ranks'>
+
+/** Micro-batches as ranks, unless `mu` is none. */
+export function exchangeOf(
+  params: readonly GradientHolder[],
+  mu: MuSetting,
+  options: { accumulate: number; optimizerInBackward: boolean; graph: boolean },
+): RankedGradients | null {
+  if (mu === 'none') return null
+  const refuse = (text: string): never => {
+    throw new CoatError(`Trainer: ${text}`, 'value', 'Trainer', 'mu')
+  }
+  for (const name of ['optimizerInBackward', 'graph'] as const)
+    if (options[name])
+      refuse(`mu is ${JSON.stringify(mu)} and must be none with ${name}: micro-batches are summed one step at a time`)
+  const names = ['reading', 'threshold', 'window', 'bounds']
+  const given = typeof mu === 'string' ? { reading: mu } : mu
+  for (const name of Object.keys(given))
+    if (!names.includes(name)) refuse(`option 'mu.${name}' is unknown; the options are ${names.join(', ')}`)
+  return new RankedGradients(params, { ...given, ranks: options.accumulate })
+}
+
 /**
  * Whole tensors to ranks (algorithm 1): the largest first, each to the rank that has least so far, the lower one of equals.
  * Returns the places of the tensors in `sizes`, by rank: tensors with one scale each are not cut.

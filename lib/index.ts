@@ -23,6 +23,7 @@ export {
   type GradientSum,
   type MuOptions,
   type MuReading,
+  type MuSetting,
   partitionWhole,
   RankedGradients,
   saturatedShare,
@@ -80,8 +81,10 @@ export {
   sgd,
 } from './optimizer.ts'
 export {
+  type Arithmetic,
   type DelayedScaling,
   type DynamicLossScale,
+  type Emulation,
   type LayerRecipe,
   type LossScaling,
   type Recipe,

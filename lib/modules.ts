@@ -1,10 +1,11 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
 import { layerRecipe, matcherOf, type RecipeChange, recipe } from './axes.ts'
 import type { KeyValues } from './cache.ts'
+import { roundInto } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
-import type { Recipe, RecipeName } from './recipes.ts'
+import type { Arithmetic, Recipe, RecipeName } from './recipes.ts'
 import { DelayedScale } from './scaler.ts'
 import { addGradient, retained, Tape } from './tape.ts'
 import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
@@ -57,6 +58,8 @@ export class Param implements GradientSink, Disposable {
   readonly decay: boolean
   readonly parts: readonly Part[]
   readonly gradFormat: Recipe['dw'] | null
+  /** What its values are rounded to where the recipe emulates that. */
+  readonly arithmetic: Arithmetic | null
   grad: Tensor | null = null
   /** How a gradient in `gradFormat` is scaled: by the largest of its values, or by a power of two as FP8-LM does. */
   gradScale: 'exact' | 'pow2' = 'exact'
@@ -83,6 +86,8 @@ export class Param implements GradientSink, Disposable {
       )
       return (drawn === format ? values : Tensor.own(native.convert(values.handle, null, format))).keep()
     })
+    this.arithmetic = shape.length === 2 ? (build.recipe.emulated?.update ?? null) : null
+    this.#round()
     native.retag(this.tensor.handle, 'param')
     this.tensor.sink = this
     this.tensor.requiresGrad = true
@@ -148,6 +153,11 @@ export class Param implements GradientSink, Disposable {
     const { shape, device, format, handle } = this.tensor
     if (format === 'f32') native.write(handle, values)
     else scope(() => native.assign(handle, Tensor.from(values, shape, { device, format }).handle))
+    this.#round()
+  }
+
+  #round(): void {
+    if (this.arithmetic) roundInto(this.tensor.handle, this.arithmetic, 0)
   }
 
   dispose(): void {
@@ -227,7 +237,9 @@ export class Linear extends Module {
     super()
     const { recipe } = build
     const { inputs, outputs, std = 0.02 } = options
-    this.formats = linearFormats(recipe, options)
+    const { emulated } = recipe
+    const placed = emulated && !options.plain ? { emulated: { ...emulated, seed: seedOf(build.seed, name) } } : {}
+    this.formats = { ...linearFormats(recipe, options), ...placed }
     this.scales = options.plain ? null : delayedScales(build, name, this.formats)
     this.weight = new Param(build, `${name}.weight`, {
       ...matrixParam(recipe, outputs, inputs, std),
@@ -386,7 +398,7 @@ export class Attention extends Module {
   readonly sizes: AttentionSizes
   readonly stream: 'f32' | 'bf16'
   /** Format of what is kept for backward. */
-  readonly saved: 'f32' | 'bf16' | 'e4m3/g16'
+  readonly saved: 'f32' | 'bf16' | 'e4m3/g16' | 'i8/g16'
   readonly device: Device
   #rope: { sequence: number; table: Tensor } | null = null
 
@@ -436,8 +448,6 @@ export class Attention extends Module {
       starts,
       window,
       saved: this.saved,
-      // one copy for backward and for a projection that quantizes what it reads
-      y: isScaled(this.saved) && isScaled(this.output.formats.x) ? this.saved : this.stream,
       dx: this.stream,
     })
     return this.output.forward(mixed)

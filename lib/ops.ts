@@ -1,10 +1,12 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
+import { emulatedLinear, type PlacedEmulation } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
 
+export { matmulEmulated, roundTo } from './emulate.ts'
 export * from './rotation.ts'
 
 type Plain = 'f32' | 'bf16'
@@ -23,6 +25,8 @@ export interface LinearFormats {
   dx: Plain
   /** Result dw [N, K]. */
   dw: Plain
+  /** Arithmetic that is imitated; all formats are then f32. */
+  emulated?: PlacedEmulation
 }
 
 /** Scales of the operands of one product from steps before, where they are not measured. */
@@ -49,6 +53,7 @@ export function linear(
   formats: LinearFormats,
   scales: LinearScales | null = null,
 ): Tensor {
+  if (formats.emulated) return emulatedLinear(x, w, b, formats.emulated)
   const tape = recordedBy(x, w, b)
   scales?.x.give(x, tape !== null)
   scales?.w.give(w, tape !== null)
@@ -378,10 +383,8 @@ export interface AttentionOptions {
   starts?: Tensor | null
   /** A row sees those less than `window` rows away (default 0: all). */
   window?: number
-  /** What is kept of qkv and of the output for backward: themselves and one f32 a head, or `e4m3/g16` copies alone. */
-  saved?: Plain | 'e4m3/g16'
-  /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
-  y?: Plain | 'e4m3/g16'
+  /** What is kept for backward: qkv, the output and one f32 a head, or an 8-bit copy of qkv alone. */
+  saved?: Plain | 'e4m3/g16' | 'i8/g16'
   /** Format of gradients. */
   dx: Plain
 }
@@ -409,27 +412,23 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     window,
     scale,
   )
-  let out = Tensor.own(outHandle, format)
-  if (options.y && options.y !== format) {
-    const plain = out
-    out = Tensor.own(native.convert(outHandle, null, options.y), options.y)
-    plain.dispose()
-  }
+  const out = Tensor.own(outHandle, format)
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out
-  // of quantized q and k the softmax has to be normalized anew: lse is that of others
-  if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
-  const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
+  // out and lse are those of qkv: of a copy backward makes its own
+  const copies = saved !== undefined && isScaled(saved)
+  if (copies) native.attention_center(qkv.handle, T, H, J, D)
+  const kept = copies ? [qkv.as(saved)] : [qkv, out, lse]
   const amaxWanted = qkv.gradientFormat ? 'f32' : null
-  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
-    if (!qkv || !out) return []
+  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, lse]) => {
+    if (!qkv) return []
     const [handle, amax] = native.attention_backward(
       dout.handle,
       qkv.handle,
       documents,
-      out.handle,
-      kept.length === 3 ? (third as Tensor).handle : null,
+      copies ? null : (out as Tensor).handle,
+      copies ? null : (lse as Tensor).handle,
       rope?.handle ?? null,
       options.dx,
       amaxWanted,
@@ -482,29 +481,28 @@ export const ignoreIndex = -100
  * weight · Σ (log-sum-exp(logits[m]) − logits[m, targets[m]]) over the rows that are not ignored → f32 [1]. With weight
  * 1 / (number of such rows in all micro-batches of a step) the sum over micro-batches is the mean by tokens.
  */
-export function crossEntropy(logits: Tensor, targets: Tensor, weight: number): Tensor {
-  if (!Number.isFinite(weight)) refuse('crossEntropy', 'weight', weight, 'finite')
-  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, targets.handle, ignoreIndex, weight)
+export function crossEntropy(logits: Tensor, targets: Tensor, weight: Weight): Tensor {
+  const factor = weightOf('crossEntropy', weight, logits)
+  const given = [logits, targets, factor].map(({ handle }) => handle) as [Handle, Handle, Handle]
+  const [lossHandle, lseHandle] = native.cross_entropy_forward(...given, ignoreIndex)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
   const format = logits.format as Plain
-  recordedBy(logits)?.push('cross_entropy', [logits], loss, [logits, targets, lse], (dloss, [logits, targets, lse]) => {
-    if (!logits || !targets || !lse) return []
-    return [
-      Tensor.own(
-        native.cross_entropy_backward(
-          dloss.handle,
-          logits.handle,
-          targets.handle,
-          lse.handle,
-          format,
-          ignoreIndex,
-          weight,
-        ),
-      ),
-    ]
+  const saved = [logits, targets, lse, factor]
+  recordedBy(logits)?.push('cross_entropy', [logits], loss, saved, (dloss, saved) => {
+    const read = [dloss, ...saved].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle, Handle]
+    return [Tensor.own(native.cross_entropy_backward(...read, format, ignoreIndex))]
   })
   return loss
+}
+
+/** A finite number, or f32 [1] where it is read when the loss is made: in a graph it may differ every time. */
+export type Weight = number | Tensor
+
+function weightOf(op: string, weight: Weight, { device }: Tensor): Tensor {
+  if (weight instanceof Tensor) return weight
+  if (!Number.isFinite(weight)) refuse(op, 'weight', weight, 'finite')
+  return Tensor.full([1], weight, { device })
 }
 
 export interface LossOptions {
@@ -527,10 +525,9 @@ export function linearCrossEntropy(
   x: Tensor,
   w: Tensor,
   targets: Tensor,
-  weight: number,
+  weight: Weight,
   { format, dw: dwFormat, chunk }: LossOptions,
 ): Tensor {
-  if (!Number.isFinite(weight)) refuse('linearCrossEntropy', 'weight', weight, 'finite')
   if (chunk !== undefined && (!Number.isSafeInteger(chunk) || chunk < 1))
     refuse('linearCrossEntropy', 'chunk', chunk, 'an integer of at least 1')
   const [M, N] = x.shape as [number, number]
@@ -538,9 +535,10 @@ export function linearCrossEntropy(
   const rows = chunk ?? Math.max(1, Math.floor(logitBytes / rowBytes / 128)) * 128
   const tape = recordedBy(x, w)
   const [loss, dx, dw] = scope(() => {
-    const one = tape ? Tensor.from([1], [1], { device: x.device }) : null
+    const factor = weightOf('linearCrossEntropy', weight, x)
+    const one = tape ? Tensor.full([1], 1, { device: x.device }) : null
     const part = (from: number, R: number, held: Tensor | null = null) =>
-      lossOfRows(x, w, targets, weight, { format, dw: dwFormat }, one, from, R, held)
+      lossOfRows(x, w, targets, factor, { format, dw: dwFormat }, one, from, R, held)
     if (M <= rows) return part(0, M)
     const dx = tape && x.requiresGrad ? Tensor.own(native.make(format, [M, N], x.device, 'temp')) : null
     let loss: Tensor | null = null
@@ -581,7 +579,7 @@ function lossOfRows(
   x: Tensor,
   w: Tensor,
   targets: Tensor,
-  weight: number,
+  weight: Tensor,
   { format, dw }: LossOptions,
   one: Tensor | null,
   from: number,
@@ -594,12 +592,12 @@ function lossOfRows(
   const xr = whole ? xs : Tensor.own(native.slice_rows(xs.handle, format, from, R))
   const ids = whole ? targets : Tensor.own(native.slice(targets.handle, 'i32', from, R))
   const logits = Tensor.own(native.matmul_nt(xr.handle, ws.handle, null, format, null)[0])
-  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, ignoreIndex, weight)
+  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, weight.handle, ignoreIndex)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
   if (!one) return [loss, null, null]
-  const given = [one, logits, ids, lse].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle]
-  const d = native.cross_entropy_backward(...given, format, ignoreIndex, weight)
+  const given = [one, logits, ids, lse, weight].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle, Handle]
+  const d = native.cross_entropy_backward(...given, format, ignoreIndex)
   logits.dispose()
   Tensor.own(d)
   const dx = x.requiresGrad ? Tensor.own(native.matmul_nn(d, ws.handle, format, null)[0]) : null

@@ -1,5 +1,6 @@
 // Optimizers: which parameters with which formats, one native call for many tensors; clipping stays on the device.
 import { axesOf } from './axes.ts'
+import { roundInto } from './emulate.ts'
 import type { Module, Param } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import type { Recipe } from './recipes.ts'
@@ -143,7 +144,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const narrow = param.tensor.format === 'bf16'
       const doubled = param.tensor.format === 'f32' ? null : (master ?? null)
       const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
-      const key = JSON.stringify([numbers, doubled, mode])
+      const key = JSON.stringify([numbers, doubled, mode, param.arithmetic])
       const call = calls.get(key) ?? calls.size
       calls.set(key, call)
       const share = lr > 0 ? all.lr / lr : 1
@@ -253,7 +254,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
 
   /** f32 [1], out of scopes. */
   #number(value: number): Tensor {
-    return Tensor.from([value], [1], { device: (this.#slots[0] as Slot).param.tensor.device }).keep()
+    return Tensor.full([1], value, { device: (this.#slots[0] as Slot).param.tensor.device }).keep()
   }
 
   /** Parameters in the order of the `norms` of `gradNorm()`, or of a step in backward. */
@@ -321,7 +322,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const m = copyOf(slot.m)
       const v = slot.v && copyOf(slot.v)
       const p = valuesOf(slot).kept
-      const exact = { master: null, lost: null, clip: clip?.handle ?? null, rounding: 'nearest', seed: 0 } as const
+      const exact = {
+        master: null,
+        lost: null,
+        arithmetic: null,
+        clip: clip?.handle ?? null,
+        rounding: 'nearest',
+        seed: 0,
+      } as const
       const lists = { p: [p.handle], g: [(param.grad as Tensor).handle], m: [m.handle], v: v ? [v.handle] : [] }
       rules[rule].run({ ...exact, ...lists, t: this.steps + 1 }, { ...numbers, lr: lr * share, vFloor: false })
       return p
@@ -342,7 +350,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
   #update(slots: readonly Slot[], lr: number, clip: Tensor | null, call: number): void {
     const { rule, seed } = this.options
     const t = this.steps + 1
-    const { numbers, share, rounding } = slots[0] as Slot
+    const {
+      numbers,
+      share,
+      rounding,
+      param: { arithmetic },
+    } = slots[0] as Slot
+    const bits = seedOf(seed, t, call)
     const all = (of: (slot: Slot) => Tensor | null) => slots.map((slot) => (of(slot) as Tensor).handle)
     const some = (of: (slot: Slot) => Tensor | null) => (of(slots[0] as Slot) ? all(of) : null)
     rules[rule].run(
@@ -355,11 +369,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         v: some(({ v }) => v) ?? [],
         clip: clip?.handle ?? null,
         rounding,
-        seed: seedOf(seed, t, call),
+        arithmetic,
+        seed: bits,
         t,
       },
       { ...numbers, lr: lr * share },
     )
+    // of what a rule has rounded itself this changes nothing
+    if (arithmetic) for (const { param } of slots) roundInto(param.tensor.handle, arithmetic, bits)
   }
 
   advance(): void {

@@ -1,18 +1,21 @@
 // The loop: batch → forward → backward → step. Yields one metrics object a step and writes nothing.
 import { setImmediate } from 'node:timers/promises'
+import { quantizesGradients } from './axes.ts'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
-import { counted, evaluate, expectIds, lossOf, type Scorer } from './evaluate.ts'
-import { type MuOptions, RankedGradients } from './exchange.ts'
+import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
+import { exchangeOf, type MuSetting, type RankedGradients } from './exchange.ts'
+import { expectGraphs, type Recorded, StepGraph, shapeOf, stepsBeforeGraph } from './graph.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import { LossScale } from './lossscale.ts'
 import type { Module, Param } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
+import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import type { LossScaling, Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
-import { isScaled, memory, resetPeak, scope, Tensor } from './tensor.ts'
+import { memory, resetPeak, scope, Tensor } from './tensor.ts'
 import type { UpdateQuality } from './updates.ts'
 
 /** What the trainer needs of a model. */
@@ -62,13 +65,13 @@ export interface TrainerOptions {
    */
   lossScale?: LossScaling
   /** How micro-batches are summed as the ranks of FP8-LM (default: as the recipe says). */
-  mu?: Recipe['mu'] | Omit<MuOptions, 'ranks'>
+  mu?: MuSetting
   /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
   spike?: SpikeOptions
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
   validate?: { every: number; sequences?: number }
   callbacks?: TrainerCallbacks
-  /** Called as the parts of a step are queued, to tell their times apart. */
+  /** Called as the parts of a step are queued, to tell their times apart; with `graph`, `forward` stands for backward, too. */
   phase?: (part: Phase) => void
   /**
    * Update each parameter in backward, as soon as its gradient is complete, and free the gradient then (default no); needs
@@ -81,6 +84,13 @@ export interface TrainerOptions {
    * bytes of both, instead of two passes over the weights a micro-batch.
    */
   cacheWeights?: boolean
+  /**
+   * Record the micro-batches of a step as a CUDA graph and run that from then on (default no): the same bits, and hardly any
+   * work of the host, which small models wait for. The first steps, and those whose batches have another shape, run op by op;
+   * so do all where something cannot be recorded, after a warning. A model's forward must do the same in every step, whatever
+   * its inputs hold. Costs the bytes of gradients between steps. Signals are heard between steps.
+   */
+  graph?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
   /**
@@ -125,7 +135,8 @@ export interface StepMetrics {
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint', 'lossScale', 'mu'],
+  ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint'],
+  ...['lossScale', 'mu'],
 ]
 
 /** Options of which the trainer makes something. */
@@ -156,6 +167,11 @@ export class Trainer implements Disposable {
   /** The step that the last checkpoint of this trainer has. */
   #saved = -1
   #busy = false
+  #graph: StepGraph | null = null
+  /** Whether something could not be recorded. */
+  #graphless = false
+  /** Steps without a graph, one after the other, of batches of one shape, and bytes that the last of them needed at once. */
+  #plain = { shape: '', steps: 0, bytes: 0 }
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
@@ -170,6 +186,7 @@ export class Trainer implements Disposable {
       recompute: 'flow' as const,
       optimizerInBackward: false,
       cacheWeights: false,
+      graph: false,
       measureUpdates: 0,
       ...rest,
       validate: validate === undefined ? null : checked({ sequences: 64, ...validate }, 'validate', 'sequences'),
@@ -209,12 +226,21 @@ export class Trainer implements Disposable {
         'Trainer',
         'spike',
       )
+    if (full.graph && full.optimizerInBackward)
+      throw new CoatError(
+        'Trainer: graph cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
+        'value',
+        'Trainer',
+        'graph',
+      )
+    if (full.graph) expectGraphs(model)
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
     const scaling = lossScale ?? model.recipe.lossScale ?? 'none'
     this.lossScale = scaling === 'none' ? null : new LossScale(scaling)
-    this.exchange = exchangeOf(model, mu ?? model.recipe.mu ?? 'none', full)
+    const trained = model.parameters().filter(({ frozen }) => !frozen)
+    this.exchange = exchangeOf(trained, mu ?? model.recipe.mu ?? 'none', full)
     this.optimizer = optimizerOf(model, model.recipe, optimizer)
   }
 
@@ -228,6 +254,7 @@ export class Trainer implements Disposable {
    * bit for bit; `run()` does the steps that are left. See `loadCheckpoint` for what is refused and what `allow` permits.
    */
   async resume(dir: string, options: { allow?: readonly string[] } = {}): Promise<Resumed> {
+    this.#dropGraph()
     return loadCheckpoint(this, dir, options)
   }
 
@@ -281,6 +308,7 @@ export class Trainer implements Disposable {
   dispose(): void {
     this.exchange?.dispose()
     this.optimizer.dropGrads()
+    this.#dropGraph()
     this.optimizer.dispose()
   }
   [Symbol.dispose](): void {
@@ -325,22 +353,32 @@ export class Trainer implements Disposable {
     const { measureUpdates: every } = this.options
     const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    const weight = tokens === 0 ? 0 : scale / tokens
+    const graph = this.#graphFor(batches)
+    const interrupt = () => {
+      const stops = interrupted()
+      if (stops && place) data.restore?.(place)
+      return stops
+    }
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm, scale) : null
     try {
-      this.#keepTwins(cacheWeights)
-      for (const micro of batches) {
-        if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
-        if (interrupted()) {
-          if (place) data.restore?.(place)
-          return null
+      if (graph) {
+        if (interrupt()) return null
+        this.#begin('forward')
+        losses.push(...graph.run(batches, weight).losses)
+      } else {
+        this.#keepTwins(cacheWeights)
+        for (const micro of batches) {
+          if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
+          if (interrupt()) return null
+          losses.push(this.#forwardBackward(() => inputsOf(micro, this.model.device), weight, shapeOf([micro])))
+          exchange?.take()
         }
-        losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : scale / tokens))
-        exchange?.take()
+        exchange?.sum()
+        this.#keepTwins(false)
       }
-      exchange?.sum()
-      this.#keepTwins(false)
       this.#begin('update')
-      const norm = within?.end() ?? optimizer.gradNorm(clip, scale)
+      const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip, scale)
       try {
         const measure = async () => {
           for (const part of losses) loss += (await part.item()) / scale
@@ -381,6 +419,10 @@ export class Trainer implements Disposable {
     lossScale?.update(overflow, optimizer.steps)
     const time = performance.now() - started
     const usage = memory()
+    if (graph) usage.peak = graph.peakWith(usage.peak)
+    else this.#plain.bytes = usage.peak.total - usage.live.total
+    // what it clips by has the scale in it
+    if (lossScale && lossScale.value !== scale) this.#dropGraph()
     return {
       step: optimizer.steps,
       loss,
@@ -434,17 +476,71 @@ export class Trainer implements Disposable {
     }
   }
 
-  #forwardBackward(micro: Batch, weight: number): Tensor {
+  #forwardBackward(
+    inputs: () => Inputs,
+    weight: Weight,
+    shape: string,
+    begin = (part: Phase) => this.#begin(part),
+  ): Tensor {
     using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
-      this.#begin('forward')
-      const loss = tape.record(() => lossOf(this.model, micro, weight))
-      const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
+      begin('forward')
+      const loss = tape.record(() => lossOf(this.model, inputs(), weight))
       if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
-      this.#begin('backward')
+      begin('backward')
       tape.backward(loss)
       return loss.keep()
     })
+  }
+
+  /** The graph for a step of these batches; null where it runs op by op. */
+  #graphFor(batches: readonly Batch[]): StepGraph | null {
+    if (!this.options.graph || this.#graphless) return null
+    const shape = shapeOf(batches)
+    const plain = this.#plain
+    if (this.#graph?.shape === shape) {
+      plain.steps = 0
+      return this.#graph
+    }
+    if (plain.shape !== shape) this.#plain = { shape, steps: 0, bytes: 0 }
+    if (this.#plain.steps++ < stepsBeforeGraph) return null
+    this.#dropGraph()
+    try {
+      this.#graph = new StepGraph(this.model, batches, plain.bytes, (inputs, weight) =>
+        this.#record(batches, inputs, weight),
+      )
+    } catch (error) {
+      if (!(error instanceof CoatError)) throw error
+      this.#graphless = true
+      process.emitWarning(`training: steps run without a graph: ${error.message}`, { code: 'COAT_GRAPH' })
+    }
+    return this.#graph
+  }
+
+  #record(batches: readonly Batch[], inputs: readonly Inputs[], weight: Tensor): Recorded {
+    this.#keepTwins(this.options.cacheWeights)
+    try {
+      const losses = batches.map((micro, i) =>
+        this.#forwardBackward(
+          () => inputs[i] as Inputs,
+          weight,
+          shapeOf([micro]),
+          () => {},
+        ),
+      )
+      this.#keepTwins(false)
+      const norm = this.optimizer.gradNorm(this.options.clip, this.lossScale?.value)
+      for (const scale of this.model.delayedScales()) scale.advance()
+      return { losses, norm }
+    } finally {
+      this.#keepTwins(false)
+    }
+  }
+
+  #dropGraph(): void {
+    this.#graph?.dispose()
+    this.#graph = null
+    this.#plain = { shape: '', steps: 0, bytes: 0 }
   }
 
   #begin(part: Phase): void {
@@ -463,30 +559,6 @@ export class Trainer implements Disposable {
     const what = spike ? 'loss or gradient norm was a spike' : 'the gradient was not finite'
     diverged(`${what} in ${this.skipsInARow} steps in a row (maxSkips)`, bad)
   }
-}
-
-function quantizesGradients({ dy, dw, layers = {} }: Recipe): boolean {
-  const formats = [dy, dw, ...Object.values(layers).flatMap((layer) => [layer.dy ?? dy, layer.dw ?? dw])]
-  return formats.some(isScaled)
-}
-
-/** Micro-batches as ranks, if they are. */
-function exchangeOf(
-  model: Module,
-  mu: NonNullable<TrainerOptions['mu']>,
-  { accumulate, optimizerInBackward }: { accumulate: number; optimizerInBackward: boolean },
-): RankedGradients | null {
-  if (mu === 'none') return null
-  if (optimizerInBackward)
-    throw new CoatError(
-      `Trainer: mu is ${JSON.stringify(mu)} and must be none with optimizerInBackward, which keeps no gradients to sum`,
-      'value',
-      'Trainer',
-      'mu',
-    )
-  if (typeof mu === 'object') checkNames(mu, ['reading', 'threshold', 'window', 'bounds'], 'mu.')
-  const params = model.parameters().filter(({ frozen }) => !frozen)
-  return new RankedGradients(params, { ...(typeof mu === 'string' ? { reading: mu } : mu), ranks: accumulate })
 }
 
 function diverged(text: string, params: readonly { name: string }[]): never {

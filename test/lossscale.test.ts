@@ -1,6 +1,6 @@
 // The factor of the loss in backward: how it follows from overflows, and that training is what it would be without it.
 import { createHash } from 'node:crypto'
-import { describe, expect, it } from 'vitest'
+import { describe, expect, it, vi } from 'vitest'
 import {
   type DynamicLossScale,
   LlamaForCausalLM,
@@ -240,6 +240,20 @@ describe.each(devices)('training on %s', (device) => {
     run.spoil(() => true)
     const { skipped, infs, lossScale } = await run.trainer.step()
     expect([skipped, infs > 0, lossScale]).toEqual([false, true, undefined])
+  })
+
+  test('steps as a graph have it, too, and are recorded again when it changes', async () => {
+    vi.stubEnv('COAT_GRAPH', 'cpu')
+    try {
+      const options = { steps: 12, clip: 0.5, lossScale: { initial: 4096, interval: 5 } }
+      using plain = new Run('coat', options, device)
+      using graph = new Run('coat', { ...options, graph: true }, device)
+      const [expected, found] = [await plain.all(), await graph.all()]
+      expect(found).toEqual(expected)
+      expect(found.scales?.at(-1)).toBe(16_384)
+    } finally {
+      vi.unstubAllEnvs()
+    }
   })
 
   test('skips count towards maxSkips once the scale is 1', async () => {

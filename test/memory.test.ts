@@ -7,7 +7,7 @@ import { describe, expect, it } from 'vitest'
 import { LlamaForCausalLM, limitMemory, TextDataset, Trainer } from '../lib/index.ts'
 import type { AnyFormat } from '../lib/native.gen.ts'
 import { CoatError, native, type Purpose } from '../lib/native.ts'
-import { bytesOf, own, present, read, tensor } from './harness.ts'
+import { bytesOf, devices, moved, own, present, read, tensor } from './harness.ts'
 import { sentence, smallLlama } from './values.ts'
 
 describe('accounts', () => {
@@ -22,6 +22,7 @@ describe('accounts', () => {
       bf16x2: 800 + 2 * 399,
       'f16/t': 800 + 4,
       'e4m3/g16': 400 + 2 * 3 * 9,
+      'i8/g16': 400 + 2 * 3 * 9,
       'e4m3/g64': 400 + 4 * 3 * 3,
       'e4m3/g128': 400 + 4 * 3 * 2,
       'e4m3/g256': 400 + 4 * 3,
@@ -130,12 +131,20 @@ describe('accounts', () => {
     native.free(x)
   })
 
-  it('cleared tensors are zero', async () => {
-    const x = tensor('bf16', [3], [1, 2, 3])
-    const version = native.version(x)
-    native.clear(x)
-    expect(await read(x)).toEqual([0, 0, 0])
-    expect(native.version(x)).toBe(version + 1)
+  describe.each(devices)('on %s', (device) => {
+    it.skipIf(!present(device))('filled tensors have one value', async () => {
+      const x = await moved(tensor('f32', [3], [1, 2, 3]), device)
+      const version = native.version(x)
+      native.fill(x, 0)
+      expect(await read(x)).toEqual([0, 0, 0])
+      native.fill(x, 0.1)
+      expect(await read(x)).toEqual(new Array(3).fill(Math.fround(0.1)))
+      expect(native.version(x)).toBe(version + 2)
+      const whole = await moved(tensor('i32', [2], [1, 2]), device)
+      native.fill(whole, -7)
+      expect(await read(whole)).toEqual([-7, -7])
+      expect(() => native.fill(tensor('bf16', [3], [1, 2, 3]), 1)).toThrow('fill: tensor bf16[3] must be f32 or i32')
+    })
   })
 
   it('a thousand rounds of ops leave live bytes and tensors as they were', () => {

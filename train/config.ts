@@ -5,13 +5,13 @@ import {
   type LlamaConfig,
   LossScale,
   type LossScaling,
+  type MuSetting,
   type Recipe,
   type RecipeChange,
   type RecipeName,
   type Recompute,
   recipe,
   recipes,
-  type TrainerOptions,
 } from '../lib/index.ts'
 import { recomputes } from '../lib/tape.ts'
 
@@ -41,7 +41,7 @@ export interface RunConfig {
   optimizerInBackward?: boolean
   cacheWeights?: boolean
   lossScale?: LossScaling
-  mu?: NonNullable<TrainerOptions['mu']>
+  mu?: MuSetting
   optimizer: { rule: 'adamw' | 'lion' | 'sgd'; [name: string]: unknown }
   schedule: { name: 'constant' | 'linear' | 'cosine' | 'wsd'; warmup?: number; floor?: number; decay?: number }
   spike?: { sigma: number; window?: number }

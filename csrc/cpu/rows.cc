@@ -4,8 +4,8 @@
 namespace coat::cpu {
 namespace {
 
-using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G64, E4M3G128, E4M3G256, E4M3B128, E4M3X64, E4M3X128, E4M3X256,
-                  E5M2G128, E5M2X128, F16, F16T, BF16X2, D8G256, U8G256, D4G128, U4G128>;
+using All = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, I8G16, E4M3G64, E4M3G128, E4M3G256, E4M3B128, E4M3X64, E4M3X128,
+                  E4M3X256, E5M2G128, E5M2X128, F16, F16T, BF16X2, D8G256, U8G256, D4G128, U4G128>;
 
 // f(block, from, to) for the runs that [begin, end) touches.
 template <class V, class F>

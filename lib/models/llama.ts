@@ -213,7 +213,7 @@ export class LlamaForCausalLM extends Module {
   }
 
   /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: ops.Weight, starts: Tensor | null = null): Tensor {
     const { stream: format } = this.recipe
     const dw = gradientOf(this.recipe)
     return scope(() =>

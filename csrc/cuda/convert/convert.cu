@@ -7,6 +7,9 @@ namespace coat::cuda {
 namespace {
 
 using Direct = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
+// Integers are made of numbers and numbers of them; other formats go through f32.
+using Integers = Views<I8G16>;
+using Plains = Views<F32, BF16>;
 using Matrices = Views<F32, BF16, E4M3T, E5M2T>;
 
 // Vectors of a thread of convert_kernel.
@@ -70,12 +73,11 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream()), "convert");
 }
 
-}  // namespace
-
-void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
+template <class From, class To>
+void requantize(const Tensor& x, From from, const Tensor& scale, const Tensor& y, To to) {
   const bool by_row = is_ragged(x) || is_ragged(y);
-  with("x", x, Direct{}, [&](const auto x_view) {
-    with("y", y, Direct{}, [&](const auto y_view) {
+  with("x", x, from, [&](const auto x_view) {
+    with("y", y, to, [&](const auto y_view) {
       using X = std::remove_const_t<decltype(x_view)>;
       using Y = std::remove_const_t<decltype(y_view)>;
       constexpr int E = kLane<CodeOf<X>, CodeOf<Y>>;
@@ -89,6 +91,18 @@ void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
       });
     });
   });
+}
+
+}  // namespace
+
+void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
+  const bool decodes = x.format == I8G16::format(), encodes = y.format == I8G16::format();
+  if (!decodes && !encodes) return requantize(x, Direct{}, scale, y, Direct{});
+  if (decodes && is_plain(y)) return requantize(x, Integers{}, scale, y, Plains{});
+  if (encodes && is_plain(x)) return requantize(x, Plains{}, scale, y, Integers{});
+  const Plainly middle(x);
+  requantize(x, {}, middle.tensor);
+  requantize(middle.tensor, scale, y);
 }
 
 void convert(const convert_args& args) {

@@ -76,7 +76,13 @@ struct Finish {
   }
   __device__ void keep_amax(const float (&s)[64], int64_t row, int64_t n) const {
     uint32_t most = 0;
-    each_inside(row, n, [&](int i) { most = max(most, bits_of(s[i]) & 0x7fffffffu); });
+    if (row + 8 < p.M && n + kHalf <= p.N) {
+#pragma unroll
+      for (int i = 0; i < 64; i += 2)
+        most = __vimax3_u32(most, bits_of(s[i]) & 0x7fffffffu, bits_of(s[i + 1]) & 0x7fffffffu);
+    } else {
+      each_inside(row, n, [&](int i) { most = max(most, bits_of(s[i]) & 0x7fffffffu); });
+    }
     p.keep_amax<Y>(most);
   }
   __device__ bool leads() const { return warp == 0 && lane == 0; }

@@ -6,7 +6,7 @@
 
 namespace coat::cuda {
 
-// What the three shapes of a call have in common. y is the view of a matrix of M lines and `width` columns at `to`.
+// What the shapes of a call have in common. y is the view of a matrix of M lines and `width` columns at `to`.
 template <class Y, class Scales>
 struct Start {
   const Call& call;
@@ -46,24 +46,25 @@ void start(const Start<Y, Scales>& s) {
                   Shape::kThreads, Shape::kCluster, Shape::kShared, a_map, b_map, y_map, p, s.y, s.scales);
 }
 
+template <class A, class Scales>
+inline constexpr Operands operands_of = sizeof(A) == 2    ? Operands::bf16
+                                        : Scales::kOfRuns ? Operands::fp8_runs
+                                                          : Operands::fp8;
+
+template <int Row, class Use>
+void each_shape(Use&& use) {
+  use.template operator()<Row>();
+  if constexpr (Row + 1 < std::size(kShapes)) each_shape<Row + 1>(use);
+}
+
 template <class A, class B, bool AlongA, bool AlongB, class Y, class Scales>
 void start_shape(const Start<Y, Scales>& s) {
-  const auto as = [&](auto shape) {
-    using Shape = decltype(shape);
-    static_assert(sizeof(A) == sizeof(B));
-    if constexpr (Shape::kHalves <= Scales::kMostHalves) start<A, B, AlongA, AlongB, Shape>(s);
-  };
-  switch (s.plan.shape) {  // the rows of kShapes
-    case 0:
-      return as(TileShape<2, 2, 2>{});
-    case 1:
-      return as(TileShape<2, 1, 1>{});
-    case 3:
-      if constexpr (sizeof(A) == 1) return as(TileShape<3, 1, 2>{});
-      [[fallthrough]];
-    default:
-      return as(TileShape<1, 1, 1>{});
-  }
+  static_assert(sizeof(A) == sizeof(B));
+  constexpr Operands kOperands = operands_of<A, Scales>;
+  each_shape<0>([&]<int Row>() {
+    if constexpr (kShapes[Row].step[static_cast<int>(kOperands)] != 0)
+      if (s.plan.shape == Row) start<A, B, AlongA, AlongB, ShapeOf<Row>>(s);
+  });
 }
 
 template <class A, class B, bool AlongA, bool AlongB, class... Y, class Scales = NoScales>
@@ -78,8 +79,7 @@ void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan =
-      plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, sizeof(A) == 1, kHalf * Scales::kMostHalves);
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>);
   if (plan.splits == 1) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;

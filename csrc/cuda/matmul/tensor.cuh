@@ -1,6 +1,7 @@
 // Products on the tensor cores: the kernel for bf16 and FP8 operands in all three forms.
 #pragma once
 #include "finish.cuh"
+#include "plan.h"
 #include "scales.cuh"
 
 namespace coat::cuda {
@@ -16,6 +17,10 @@ struct TileShape {
   static constexpr uint32_t kStaging = 2 * kStagingTile;
   static constexpr uint32_t kShared = kSlots * kSlotBytes + Products * kStaging + 1024;
 };
+// That of a row of kShapes.
+template <int Row>
+using ShapeOf =
+    TileShape<kShapes[Row].rows / kShapes[Row].cluster / 64, kShapes[Row].columns / kHalf, kShapes[Row].cluster>;
 
 // One call, as the kernel sees it.
 struct TensorProduct {
@@ -48,10 +53,10 @@ struct Place {
 };
 
 // A cluster of blocks takes one piece of work after the other. In a block one thread fetches by the copy engine, into a
-// ring of slots of 128 bytes along K; one or two warpgroups multiply. The blocks of a cluster stand one below the other
-// and fetch parts of b for each other. FP8 sums leave the tensor cores, which keep 14 bits, every 128 of K, and are
-// added in FP32, times the scales of runs and blocks; while one warpgroup adds, the other multiplies. Bytes per element
-// of y: K (size of a / columns + size of b / rows) of a cluster read from L2, one element written.
+// ring of slots of 128 bytes along K; up to three warpgroups multiply. The blocks of a cluster stand one below the
+// other and fetch parts of b for each other. FP8 sums leave the tensor cores, which keep 14 bits, every 128 of K, and
+// are added in FP32, times the scales of runs and blocks; while one warpgroup adds, another multiplies, or it itself.
+// Bytes per element of y: K (size of a / columns + size of b / rows) of a cluster read from L2, one element written.
 template <class A, class B, bool AlongA, bool AlongB, class Y, class Shape, class Scales>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     matmul_kernel_tensor(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
@@ -63,6 +68,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   constexpr int kMulti = 32 / kSize;   // of K in one product
   constexpr uint32_t kTileBytes = 8192;
   constexpr bool kPromotes = kSize == 1;
+  // whether a warpgroup adds one part while it multiplies the next: there are registers for two
+  constexpr bool kAhead = kPromotes && kHalves == 1 && kProducts <= 2 && !Scales::kOfRuns;
   static_assert(kSize == 2 || (AlongA && AlongB), "the tensor cores take FP8 operands along K only");
   extern __shared__ uint8_t raw[];
   __shared__ alignas(8) uint64_t barriers[2 * kSlots];
@@ -70,6 +77,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t full = shared_address(barriers), empty = full + 8 * kSlots;
   const uint32_t rank = kCluster == 1 ? 0 : block_of_cluster();
   const unsigned count = p.down * p.across * p.splits, begin = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
+  if (p.splits > 1) let_next_begin();  // the kernel that adds the parts
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(full + 8 * i, 1);
@@ -136,40 +144,82 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       const Place<Shape> begin_at(p, index, rank);
       typename Scales::template Of<kHalves> factors(
           scales, p.result, begin_at.m + 64 * group + row_of(thread / 32, thread % 32), begin_at.n, steps.first);
-      for (int step = steps.first; step < steps.last; ++step) {
-        factors.fetch(scales);
-        barrier_wait(full + 8 * slot, phase);
-        const uint32_t at = slots + slot * Shape::kSlotBytes;
-        const uint64_t a_at = operand_at(at + group * kTileBytes, kTileBytes);
-        const uint64_t b_at = operand_at(at + Shape::kBytesA, kTileBytes);
-        const auto a_step = [&](int k) { return operand_after(a_at, k * (AlongA ? 32 : kMulti * 128)); };
-        const auto b_step = [&](int k) { return operand_after(b_at, k * (AlongB ? 32 : kMulti * 128)); };
-        if constexpr (kPromotes) {
-          float part[64];
-#pragma unroll
-          for (int h = 0; h < kHalves; ++h) {
-            hold(part);
-            products_begin();
-#pragma unroll
-            for (int k = 0; k < kDepth / kMulti; ++k)
-              multiply<A, B>(part, a_step(k), operand_after(b_at, h * Shape::kHalfB + k * 32), k > 0);
-            products_commit();
-            products_wait<0>();
-            hold(part);
-            if (h == kHalves - 1) release(slot);
-            factors.add(sums + 64 * h, part, h);
-          }
-        } else {
-          hold(sums);
+      if constexpr (kAhead) {
+        float parts[2][64];
+        int taken = slot;
+        const auto multiply_to = [&](float(&part)[64]) {
+          barrier_wait(full + 8 * slot, phase);
+          const uint32_t at = slots + slot * Shape::kSlotBytes;
+          const uint64_t a_at = operand_at(at + group * kTileBytes, kTileBytes);
+          const uint64_t b_at = operand_at(at + Shape::kBytesA, kTileBytes);
+          hold(part);
           products_begin();
 #pragma unroll
-          for (int k = 0; k < kDepth / kMulti; ++k) multiply<AlongA, AlongB>(sums, a_step(k), b_step(k));
+          for (int k = 0; k < kDepth / kMulti; ++k)
+            multiply<A, B>(part, operand_after(a_at, k * 32), operand_after(b_at, k * 32), k > 0);
           products_commit();
-          products_wait<1>();
-          if (before >= 0) release(before);
-          before = slot;
+          if (++slot == kSlots) slot = 0, phase ^= 1;
+        };
+        // with `Open` later products under way
+        const auto take = [&]<int Open>(float(&part)[64]) {
+          factors.fetch(scales);
+          products_wait<Open>();
+          hold(part);
+          release(taken);
+          if (++taken == kSlots) taken = 0;
+          factors.add(sums, part, 0);
+        };
+        int left = steps.last - steps.first;
+        multiply_to(parts[0]);
+        for (; left > 2; left -= 2) {
+          multiply_to(parts[1]);
+          take.template operator()<1>(parts[0]);
+          multiply_to(parts[0]);
+          take.template operator()<1>(parts[1]);
         }
-        if (++slot == kSlots) slot = 0, phase ^= 1;
+        if (left == 2) {
+          multiply_to(parts[1]);
+          take.template operator()<1>(parts[0]);
+          take.template operator()<0>(parts[1]);
+        } else {
+          take.template operator()<0>(parts[0]);
+        }
+      } else {
+        for (int step = steps.first; step < steps.last; ++step) {
+          factors.fetch(scales);
+          barrier_wait(full + 8 * slot, phase);
+          const uint32_t at = slots + slot * Shape::kSlotBytes;
+          const uint64_t a_at = operand_at(at + group * kTileBytes, kTileBytes);
+          const uint64_t b_at = operand_at(at + Shape::kBytesA, kTileBytes);
+          const auto a_step = [&](int k) { return operand_after(a_at, k * (AlongA ? 32 : kMulti * 128)); };
+          const auto b_step = [&](int k) { return operand_after(b_at, k * (AlongB ? 32 : kMulti * 128)); };
+          if constexpr (kPromotes) {
+            float part[64];
+#pragma unroll
+            for (int h = 0; h < kHalves; ++h) {
+              hold(part);
+              products_begin();
+#pragma unroll
+              for (int k = 0; k < kDepth / kMulti; ++k)
+                multiply<A, B>(part, a_step(k), operand_after(b_at, h * Shape::kHalfB + k * 32), k > 0);
+              products_commit();
+              products_wait<0>();
+              hold(part);
+              if (h == kHalves - 1) release(slot);
+              factors.add(sums + 64 * h, part, h);
+            }
+          } else {
+            hold(sums);
+            products_begin();
+#pragma unroll
+            for (int k = 0; k < kDepth / kMulti; ++k) multiply<AlongA, AlongB>(sums, a_step(k), b_step(k));
+            products_commit();
+            products_wait<1>();
+            if (before >= 0) release(before);
+            before = slot;
+          }
+          if (++slot == kSlots) slot = 0, phase ^= 1;
+        }
       }
       if constexpr (!kPromotes) {
         products_wait<0>();
@@ -184,7 +234,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       for (int h = 0; h < kHalves; ++h)
         finish(reinterpret_cast<float(&)[64]>(sums[64 * h]), place.m + 64 * group, place.n + kHalf * h, place.shift);
     }
-    if (thread == 0) stores_done();
+    if (thread == 0) stores_have_read();
   }
   if constexpr (kCluster > 1) {
     __syncwarp();
