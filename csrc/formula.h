@@ -166,6 +166,29 @@ COAT_HD float normal_cdf(float x) {
 COAT_HD float gelu(float x) { return x * normal_cdf(x); }
 COAT_HD float gelu_derivative(float x) { return fma_(x, 0.398942280f * exp_(-0.5f * x * x), normal_cdf(x)); }
 
+// ---- numbers in two parts, high + low, high the bf16 that is nearest to them; every step is rounded to bf16 ----
+
+COAT_HD float to_bf16(float x) { return BFloat16::decode(BFloat16::encode(x)); }
+
+struct TwoParts {
+  float high, low;
+};
+// a + b, exactly, in any order of their magnitudes; what is not finite has no second part.
+COAT_HD TwoParts two_sum(float a, float b) {
+  const float sum = to_bf16(a + b), of_b = to_bf16(sum - a), of_a = to_bf16(sum - of_b);
+  return {sum, abs_(sum) < kInf ? to_bf16(to_bf16(b - of_b) + to_bf16(a - of_a)) : 0.f};
+}
+COAT_HD TwoParts grow(TwoParts x, float a) {
+  const TwoParts sum = two_sum(x.high, a);
+  return two_sum(sum.high, to_bf16(x.low + sum.low));
+}
+// FP32 holds the product of two bf16.
+COAT_HD TwoParts product(TwoParts a, TwoParts b) {
+  const float exact = a.high * b.high, high = to_bf16(exact);
+  const float crossed = to_bf16(to_bf16(a.high * b.low) + to_bf16(a.low * b.high));
+  return two_sum(high, to_bf16(to_bf16(exact - high) + crossed));
+}
+
 // What the rules with two averages of gradients have in common: gain = 1 - beta.
 struct Averages {
   float lr, beta1, gain1, beta2, gain2, weight_decay;
@@ -190,11 +213,43 @@ struct AdamW : Averages {
   COAT_HD void update(float& p, float g, float& m, float& v) const {
     m = fma_(m, beta1, gain1 * g);
     v = fma_(v, beta2, (gain2 * g) * g);
-    p = p - lr * fma_(p, weight_decay, m / fma_(sqrt_(v), root, floor));
+    p = p - step(p, m, v);
     v = kept(v);
+  }
+  // What the parameter loses.
+  COAT_HD float step(float p, float m, float v) const {
+    return lr * fma_(p, weight_decay, m / fma_(sqrt_(v), root, floor));
   }
   // Where g^2 overflows v is the largest number: no scale counts an infinity, so that as a code it could become 1.
   static COAT_HD float kept(float v) { return v == kInf ? kLargest : v; }
+};
+
+// One AdamW update with moments in bf16 where the parameter or the second moment has two parts (Collage, arXiv
+// 2405.03637): moments are rounded at every step, as bf16 arithmetic has it, and beta2 has two parts where v has. Of
+// numbers in two parts the denominator and the decay read the first.
+struct Collage : AdamW {
+  TwoParts decay;  // of v: beta2, which near 1 is 1 in bf16
+  COAT_HD explicit Collage(const AdamW& rule) : AdamW(rule) {
+    const float high = to_bf16(beta2);
+    decay = {high,
+             to_bf16(high > 0.5f ? (1.f - high) - gain2 : beta2 - high)};  // gain2 has more digits of what is left
+  }
+  // p is in bf16 where it has parts, else exact.
+  COAT_HD void update(bool p_parts, bool v_parts, TwoParts& p, float g, float& m, TwoParts& v) const {
+    m = to_bf16(to_bf16(m * beta1) + gain1 * g);
+    const float square = (gain2 * g) * g;
+    if (v_parts)
+      v = grow(product(v, decay), kept(to_bf16(square)));
+    else
+      v.high = to_bf16(to_bf16(v.high * beta2) + square);
+    v.high = kept(v.high);
+    const float lost = step(p.high, m, v.high);
+    if (p_parts)
+      p = grow(p, to_bf16(-lost));
+    else
+      p.high = p.high - lost;
+  }
+  static COAT_HD float kept(float v) { return v == kInf ? float_of(0x7f7f0000u) : v; }
 };
 
 // One Lion update (Chen et al., 2023, arXiv 2302.06675, algorithm 2): the sign of one average moves the parameter,
@@ -293,7 +348,7 @@ COAT_HD float round_stochastic(float x, uint32_t bits) {
 }
 // x as a bf16, and in `lost` what that loses; nothing of what is no number.
 COAT_HD float round_kahan(float x, float& lost) {
-  const float kept = BFloat16::decode(BFloat16::encode(x));
+  const float kept = to_bf16(x);
   lost = abs_(kept) < kInf ? x - kept : 0.f;
   return kept;
 }

@@ -1,4 +1,5 @@
 // What each axis of a recipe may be, which values go together, and recipes made from others: of a row, and of a layer.
+import { LossScale } from './lossscale.ts'
 import { CoatError, native } from './native.ts'
 import {
   type Arithmetic,
@@ -20,7 +21,9 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
   return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
 }
 
-type Axis = Exclude<keyof Recipe, 'layers' | 'emulated'>
+type Axis = Exclude<keyof Recipe, keyof typeof free>
+// Axes that may be left out, and by themselves have more rules than a list of words; `layers` is no axis.
+const free = { layers: [], emulated: [], lossScale: [], mu: ['none', 'fixed', 'absolute', 'relative'] } as const
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
@@ -96,6 +99,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
         : master === null || (master === 'f32' && (param === 'bf16' || param === 'f16/t')),
   },
   {
+    text: "mu needs dw 'e4m3/t'",
+    holds: ({ mu = 'none', dw }) => mu === 'none' || dw === 'e4m3/t',
+  },
+  {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
   },
@@ -128,8 +135,14 @@ function rowOf(name: RecipeName, argument: string): Recipe {
 
 function checked(which: Recipe, where = ''): Recipe {
   for (const axis of Object.keys(which))
-    if (axis !== 'layers' && axis !== 'emulated' && !Object.hasOwn(axes, axis))
-      refuse(`axis '${where}${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, `${where}${axis}`)
+    if (!Object.hasOwn(free, axis) && !Object.hasOwn(axes, axis))
+      refuse(
+        `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...free }).join(', ')}`,
+        `${where}${axis}`,
+      )
+  const { lossScale = 'none', mu = 'none' } = which
+  if (lossScale !== 'none') new LossScale(lossScale)
+  if (!free.mu.includes(mu)) refuse(`${where}mu is '${mu}' and must be one of ${free.mu.join(', ')}`, `${where}mu`)
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
   if (which.emulated) checkEmulation(which.emulated, `${where}emulated.`)
@@ -148,7 +161,7 @@ function checked(which: Recipe, where = ''): Recipe {
       refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
     }
   for (const [pattern, change] of Object.entries(which.layers ?? {})) {
-    for (const axis of ['stream', 'layers'])
+    for (const axis of ['stream', 'layers', 'lossScale', 'mu'])
       if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
   }
@@ -245,6 +258,12 @@ export function checkLayers({ layers = {} }: { layers?: Readonly<Record<string, 
         `layers['${pattern}'] names no layer of the model; they are ${blocks[0]} to ${blocks.at(-1)}`,
         `layers['${pattern}']`,
       )
+}
+
+/** Whether gradients of the model, or of one of its blocks, are quantized somewhere. */
+export function quantizesGradients({ dy, dw, layers = {} }: Recipe): boolean {
+  const formats = [dy, dw, ...Object.values(layers).flatMap((layer) => [layer.dy ?? dy, layer.dw ?? dw])]
+  return formats.some(isScaled)
 }
 
 /** What a parameter of a matrix costs from one step to the next, in bytes. */

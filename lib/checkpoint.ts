@@ -2,7 +2,9 @@
 import { mkdir, readdir, readFile, rename, rm, writeFile } from 'node:fs/promises'
 import { basename, join } from 'node:path'
 import type { DataState, Dataset } from './data.ts'
+import type { RankedGradients } from './exchange.ts'
 import type { SpikeGuard, SpikeState } from './guard.ts'
+import type { LossScale, LossScaleState } from './lossscale.ts'
 import type { Module } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import type { Optimizer } from './optimizer.ts'
@@ -47,6 +49,8 @@ export interface Checkpointed {
   readonly ranks: Ranks
   /** Whether a step is running: parameters, states and counters are not of one moment then. */
   readonly busy: boolean
+  readonly lossScale: LossScale | null
+  readonly exchange: RankedGradients | null
   batches: number
   skippedSteps: number
   skipsInARow: number
@@ -73,6 +77,8 @@ interface Facts {
   lastNorm?: number | null
   data: DataState | null
   spike?: SpikeState
+  lossScale?: LossScaleState
+  mu?: Record<string, number>
   settings: Record<string, unknown>
 }
 
@@ -234,6 +240,8 @@ async function newestOf(trainer: Checkpointed, dir: string, allow: readonly stri
     trainer.optimizer.steps = facts.step
     trainer.batches = batches
     if (facts.spike) trainer.guard?.restore(facts.spike)
+    if (facts.lossScale) trainer.lossScale?.restore(facts.lossScale)
+    if (facts.mu) trainer.exchange?.restore(facts.mu)
     trainer.skippedSteps = facts.skippedSteps
     trainer.skipsInARow = facts.skipsInARow
     trainer.lastNorm = facts.lastNorm ?? null
@@ -354,7 +362,7 @@ function batchesOf({ options, ranks }: Checkpointed, { batches, settings }: Fact
 }
 
 function factsOf(trainer: Checkpointed): Facts {
-  const { optimizer, options, batches, skippedSteps, skipsInARow, lastNorm, guard } = trainer
+  const { optimizer, options, batches, skippedSteps, skipsInARow, lastNorm, guard, lossScale, exchange } = trainer
   // 0, 1, 3, 7, … and the last step tell schedules apart that differ anywhere
   const places = Array.from({ length: 53 }, (_, i) => 2 ** i - 1).filter((place) => place < options.steps)
   return {
@@ -366,16 +374,20 @@ function factsOf(trainer: Checkpointed): Facts {
     lastNorm,
     data: options.data.state?.() ?? null,
     ...(guard ? { spike: guard.state() } : {}),
+    ...(lossScale ? { lossScale: lossScale.state() } : {}),
+    ...(exchange ? { mu: exchange.state() } : {}),
     settings: settingsOf(trainer, [...places, options.steps - 1]),
   }
 }
 
 /** What changes the result, by name; of the schedule its factors at `places`. */
 function settingsOf(
-  { model, optimizer, options, guard, ranks }: Checkpointed,
+  { model, optimizer, options, guard, ranks, lossScale, exchange }: Checkpointed,
   places: readonly number[],
 ): Record<string, unknown> {
-  const { recipe, config = {} } = model
+  // what a trainer has of its own may differ from the recipe's
+  const { lossScale: _scaling, mu: _mu, ...recipe } = model.recipe
+  const { config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
   const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
   const { position: __, ...order } = { position: 0, sequence: data.sequence, ...data.state?.() }
@@ -387,7 +399,11 @@ function settingsOf(
   const update = optimizerInBackward ? { optimizerInBackward } : {}
   const spike = guard ? { spike: guard.options } : {}
   const several = ranks.count > 1 ? { ranks: ranks.count } : {}
-  return Object.fromEntries(flat({ ...all, ...kept, ...update, ...spike, ...several, data: order, schedule: factors }))
+  const scale = lossScale ? { lossScale: lossScale.options } : {}
+  const mu = exchange ? { mu: exchange.options } : {}
+  return Object.fromEntries(
+    flat({ ...all, ...kept, ...update, ...spike, ...several, ...scale, ...mu, data: order, schedule: factors }),
+  )
 }
 
 function flat(value: object, before = ''): [string, unknown][] {

@@ -38,7 +38,9 @@ export {
   type GradientSum,
   type MuOptions,
   type MuReading,
+  type MuSetting,
   partitionWhole,
+  RankedGradients,
   saturatedShare,
   sumGradients,
 } from './exchange.ts'
@@ -54,6 +56,7 @@ export {
   type TurnMarks,
   turnMarks,
 } from './jsonl.ts'
+export { LossScale, type LossScaleState } from './lossscale.ts'
 export { type LlamaConfig, LlamaForCausalLM, type ModelOptions } from './models/llama.ts'
 export {
   Attention,
@@ -110,8 +113,10 @@ export { localRanks, type Ranks } from './ranks.ts'
 export {
   type Arithmetic,
   type DelayedScaling,
+  type DynamicLossScale,
   type Emulation,
   type LayerRecipe,
+  type LossScaling,
   type Recipe,
   type RecipeName,
   recipes,

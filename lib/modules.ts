@@ -61,6 +61,8 @@ export class Param implements GradientSink, Disposable {
   /** What its values are rounded to where the recipe emulates that. */
   readonly arithmetic: Arithmetic | null
   grad: Tensor | null = null
+  /** How a gradient in `gradFormat` is scaled: by the largest of its values, or by a power of two as FP8-LM does. */
+  gradScale: 'exact' | 'pow2' = 'exact'
   /** Called in backward when `grad` is whole and the tensor may change. */
   onComplete: (() => void) | null = null
 
@@ -122,7 +124,12 @@ export class Param implements GradientSink, Disposable {
 
   complete(): void {
     const { gradFormat, grad } = this
-    if (grad && gradFormat && grad.format !== gradFormat) this.#become(native.convert(grad.handle, null, gradFormat))
+    if (grad && gradFormat && grad.format !== gradFormat)
+      scope(() => {
+        const pow2 = gradFormat === 'e4m3/t' && this.gradScale === 'pow2'
+        const scale = pow2 ? Tensor.own(native.scale_from_amax(grad.amax().handle, gradFormat, 'pow2')).handle : null
+        this.#become(native.convert(grad.handle, scale, gradFormat))
+      })
     this.onComplete?.()
   }
 

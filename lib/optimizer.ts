@@ -208,13 +208,12 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
    * A step within backward: from now to `end()` every parameter is updated as soon as its gradient is complete, and the
    * gradient is freed. The norm of all gradients is not known by then, so that `lastNorm`, that of the step before, gives the
    * clip factor for `maxNorm` (0: none); null: each gradient is clipped by its own norm. A parameter whose gradient is not
-   * finite keeps its value and state.
+   * finite keeps its value and state. Gradients, but not norms, are `scale` times what they should be.
    */
-  stepInBackward(lr: number, maxNorm = 0, lastNorm: number | null = null): StepInBackward {
+  stepInBackward(lr: number, maxNorm = 0, lastNorm: number | null = null, scale = 1): StepInBackward {
     this.#expect(lr)
-    const factor = lastNorm !== null && lastNorm > maxNorm && maxNorm > 0 ? maxNorm / lastNorm : 1
-    const by =
-      factor < 1 ? Tensor.from([factor], [1], { device: (this.#slots[0] as Slot).param.tensor.device }).keep() : null
+    const factor = (lastNorm !== null && lastNorm > maxNorm && maxNorm > 0 ? maxNorm / lastNorm : 1) / scale
+    const by = factor === 1 ? null : this.#number(factor)
     const norms: Tensor[] = []
     const params: Param[] = []
     const calls = this.#slots.length
@@ -222,7 +221,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const { param } = slot
       param.onComplete = () => {
         if (!param.grad) return
-        const parts = native.grad_norm([param.grad.handle], lastNorm === null ? maxNorm : 0)
+        const parts = native.grad_norm([param.grad.handle], lastNorm === null ? maxNorm * scale : 0)
         const [norm, same, clip] = parts.map((handle) => Tensor.own(handle)) as [Tensor, Tensor, Tensor]
         // [factor, skip]: a skip that is not 0 stays so
         if (by) native.multiply_into(clip.handle, by.handle)
@@ -240,7 +239,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     }
     return {
       end: () => {
-        const norm = this.#norms(norms, 0)
+        const norm = this.#norms(norms, 0, scale)
         this.#clipped = params
         stop()
         return norm
@@ -249,10 +248,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     }
   }
 
-  /** Norm of the gradients, and the clip factor for `maxNorm` (0: none) that `step` applies. */
-  gradNorm(maxNorm = 0): GradientNorm {
+  /**
+   * Norm of the gradients, and the clip factor for `maxNorm` (0: none) that `step` applies. Of gradients that are `scale` times
+   * what they should be both are those of what they should be, so that `step` divides by it.
+   */
+  gradNorm(maxNorm = 0, scale = 1): GradientNorm {
     this.#clipped = null
-    return this.#norms(this.gradients, maxNorm)
+    return this.#norms(this.gradients, maxNorm, scale)
   }
 
   /** Gradients that there are, of all parameters. */
@@ -260,12 +262,23 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     return this.params.flatMap(({ grad }) => grad ?? [])
   }
 
-  #norms(tensors: readonly Tensor[], maxNorm: number): GradientNorm {
-    const [norm, norms, clip] = native.grad_norm(
+  #norms(tensors: readonly Tensor[], maxNorm: number, scale: number): GradientNorm {
+    const parts = native.grad_norm(
       tensors.map(({ handle }) => handle),
-      maxNorm,
+      maxNorm * scale,
     )
+    if (scale !== 1) {
+      using inverse = this.#number(1 / scale)
+      // [factor, skip]: a skip that is not 0 stays so
+      for (const part of parts) native.multiply_into(part, inverse.handle)
+    }
+    const [norm, norms, clip] = parts
     return { norm: Tensor.own(norm), norms: Tensor.own(norms), clip: Tensor.own(clip) }
+  }
+
+  /** f32 [1], out of scopes. */
+  #number(value: number): Tensor {
+    return Tensor.full([1], value, { device: (this.#slots[0] as Slot).param.tensor.device }).keep()
   }
 
   /** Parameters in the order of the `norms` of `gradNorm()`, or of a step in backward. */

@@ -160,7 +160,14 @@ export function expectTogether(
     optimizerInBackward,
     measureUpdates,
     graph,
-  }: { data: { rank?: number; world?: number }; optimizerInBackward: boolean; measureUpdates: number; graph: boolean },
+    mu,
+  }: {
+    data: { rank?: number; world?: number }
+    optimizerInBackward: boolean
+    measureUpdates: number
+    graph: boolean
+    mu: unknown
+  },
 ): void {
   const refuse = (name: string, text: string): never => {
     throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
@@ -170,6 +177,7 @@ export function expectTogether(
     refuse('data', `is for rank ${of} of ${world} and must be for rank ${rank} of ${count}, as ranks says`)
   if (optimizerInBackward) refuse('optimizerInBackward', 'updates before the gradients of several ranks are added')
   if (graph) refuse('graph', 'records whole steps, within which several ranks meet')
+  if (mu !== 'none') refuse('mu', 'takes micro-batches for ranks, and there are several')
   if (measureUpdates > 0) refuse('measureUpdates', `is ${measureUpdates} and must be 0 with several ranks`)
   if (model.delayedScales().length > 0)
     refuse('model', 'has scales of steps before, which would differ between ranks; its recipe must measure them')

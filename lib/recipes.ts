@@ -13,6 +13,21 @@ export interface DelayedScaling {
   readonly margin: number
 }
 
+/** How the factor of the loss in backward follows from overflows; what is left out is as Micikevicius et al. have it. */
+export interface DynamicLossScale {
+  /** Of the first step (default 65536). */
+  readonly initial?: number
+  /** What multiplies it after `interval` steps in a row without an overflow (default 2, at most to 2^100). */
+  readonly growth?: number
+  /** (default 2000) */
+  readonly interval?: number
+  /** What multiplies it at an overflow, a gradient that is not finite; the step is skipped (default 0.5). */
+  readonly backoff?: number
+  /** The least that it may be when so many steps are done, by ascending steps (default: nothing). */
+  readonly minimum?: readonly (readonly [steps: number, least: number])[]
+}
+/** `dynamic`: with the defaults; a number stays. */
+export type LossScaling = 'none' | 'dynamic' | number | DynamicLossScale
 /**
  * Numbers of few bits that f32 tensors hold: a sign, E bits of exponent and M of mantissa as in IEEE 754 (`e5m2`, but values
  * that are too large become the largest one); or I bits before the point, the sign included, and F behind it (`q4.12`).
@@ -80,17 +95,32 @@ export interface Recipe {
   m: Plain | Runs | 'e4m3/t' | 'f16/t' | 'd8/g256' | 'd4/g128'
   /** Second moment of AdamW. */
   v: Plain | Runs | 'f16/t' | 'bf16x2' | 'u8/g256' | 'u4/g128'
+  /** The factor of the loss in backward, by which gradients are divided before anything is done with them (default none). */
+  lossScale?: LossScaling
+  /**
+   * Has each micro-batch of a step stand for a rank of FP8-LM: their gradients, in dw 'e4m3/t', are summed as FP8 with one scale
+   * and the factor mu, which is 1 / sqrt(micro-batches) (`fixed`) or follows from what saturates, by one of two readings of the
+   * paper (default none: a gradient is rounded again whenever a micro-batch was added).
+   */
+  mu?: 'none' | 'fixed' | 'absolute' | 'relative'
   /** Products of linear layers and updates in arithmetic that is imitated, where all else is f32. */
   emulated?: Emulation | null
   /** Axes that some blocks have of their own, by patterns of their names: `{ 'model.layers.0.*': { x: 'bf16', … } }`. */
   layers?: Readonly<Record<string, LayerRecipe>>
 }
 
-/** Axes of a block that differ from the model's; the residual stream is one. */
-export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream'>>
+/** Axes of a block that differ from the model's; the residual stream, the loss's and mu are the model's. */
+export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream' | 'lossScale' | 'mu'>>
 
 // What Transformer Engine takes.
 const history = { history: 1024, pick: 'max', margin: 0 } as const
+// Of GNMT, by Mellempudi et al.
+const rising = {
+  minimum: [
+    [40_000, 8192],
+    [150_000, 32_768],
+  ],
+} as const
 
 // FP8 operands, sums in 16 bits by chunks (Wang et al., 2018); 16-bit fixed point (Gupta et al., 2015); short mantissas.
 const wang = { operand: 'e5m2', sum: 'e6m9', chunk: 64, lossScale: 1024, update: 'e6m9/sr' } as const
@@ -129,6 +159,11 @@ export const recipes = {
   'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
   'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
   'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative' },
+  // loss scaling. There are no products of f16, for which bf16 stands, nor of two e5m2, so that here gradients alone are, and
+  // nothing is rounded to FP8 at random
+  'micikevicius-bf16':{ x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32',       lossScale: 'dynamic' },
+  'mellempudi-e5m2':  { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32',       lossScale: rising },
   // emulated: what no machine here computes, as f32 values
   'wang-152':         { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: wang },
   'gupta-fixed':      { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: gupta },

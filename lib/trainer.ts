@@ -1,17 +1,21 @@
 // The loop: batch → forward → backward → step. Yields one metrics object a step and writes nothing.
 import { setImmediate } from 'node:timers/promises'
+import { quantizesGradients } from './axes.ts'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
+import { exchangeOf, type MuSetting, type RankedGradients } from './exchange.ts'
 import { expectGraphs, type Recorded, StepGraph, shapeOf, stepsBeforeGraph } from './graph.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
-import type { Module } from './modules.ts'
+import { LossScale } from './lossscale.ts'
+import type { Module, Param } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
 import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import { alone, expectTogether, type Ranks } from './ranks.ts'
-import type { Recipe } from './recipes.ts'
+import type { LossScaling, Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
+import { checked, checkNames, expectCount } from './settings.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
 import { memory, resetPeak, scope, Tensor } from './tensor.ts'
 import type { UpdateQuality } from './updates.ts'
@@ -55,8 +59,15 @@ export interface TrainerOptions {
   schedule?: Schedule
   /** Largest global norm of the gradients (default 1; 0: no clipping). Steps with a NaN or Inf are skipped either way. */
   clip?: number
-  /** Consecutive skips after which training stops with an error (default 10). */
+  /** Consecutive skips after which training stops with an error (default 10); not those by which a loss scale above 1 falls. */
   maxSkips?: number
+  /**
+   * The factor of the loss in backward (default: the recipe's). Where gradients are quantized, an infinity that this saturates
+   * counts as an overflow, too, and each step waits for its numbers.
+   */
+  lossScale?: LossScaling
+  /** How micro-batches are summed as the ranks of FP8-LM (default: as the recipe says). */
+  mu?: MuSetting
   /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
   spike?: SpikeOptions
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
@@ -112,6 +123,8 @@ export interface StepMetrics {
   tokensPerSecond: number
   /** Milliseconds of this step. */
   time: number
+  /** The loss scale of this step, if there is one. */
+  lossScale?: number
   /** Whether the update was skipped, because a gradient was not finite or the step a spike: nothing changed then, but see `optimizerInBackward`. */
   skipped: boolean
   /** Skipped updates so far. */
@@ -130,18 +143,25 @@ const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
   ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint', 'ranks'],
+  ...['lossScale', 'mu'],
 ]
+
+/** Options of which the trainer makes something. */
+type Apart = 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'lossScale' | 'mu' | 'ranks'
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
   readonly model: TrainableModel
   readonly optimizer: Optimizer
   readonly ranks: Ranks
-  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'ranks'>> & {
+  readonly options: Required<Omit<TrainerOptions, Apart>> & {
     readonly checkpoint: Required<CheckpointOptions> | null
     readonly validate: { every: number; sequences: number } | null
   }
   readonly guard: SpikeGuard | null
+  readonly lossScale: LossScale | null
+  /** Micro-batches as ranks, where they are. */
+  readonly exchange: RankedGradients | null
   /** Batches taken so far, skipped steps included. */
   batches = 0
   skippedSteps = 0
@@ -163,7 +183,7 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, ranks = alone, ...rest } = options
+    const { optimizer, checkpoint, spike, validate, lossScale, mu, ranks = alone, ...rest } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -222,11 +242,16 @@ export class Trainer implements Disposable {
         'graph',
       )
     if (full.graph) expectGraphs(model)
-    if (ranks.count > 1) expectTogether(ranks, model, full)
+    const setting = mu ?? model.recipe.mu ?? 'none'
+    if (ranks.count > 1) expectTogether(ranks, model, { ...full, mu: setting })
     this.ranks = ranks
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
+    const scaling = lossScale ?? model.recipe.lossScale ?? 'none'
+    this.lossScale = scaling === 'none' ? null : new LossScale(scaling)
+    const trained = model.parameters().filter(({ frozen }) => !frozen)
+    this.exchange = exchangeOf(trained, setting, full)
     this.optimizer = optimizerOf(model, model.recipe, optimizer, ranks)
   }
 
@@ -303,6 +328,7 @@ export class Trainer implements Disposable {
   }
 
   dispose(): void {
+    this.exchange?.dispose()
     this.optimizer.dropGrads()
     this.#dropGraph()
     this.optimizer.dispose()
@@ -328,7 +354,10 @@ export class Trainer implements Disposable {
 
   async #micros(interrupted: () => boolean): Promise<StepMetrics | null> {
     const { data, batch, accumulate, steps, schedule, clip, optimizerInBackward, cacheWeights } = this.options
-    const { optimizer, guard, ranks } = this
+    const { optimizer, guard, ranks, lossScale, exchange } = this
+    const scale = lossScale?.value ?? 1
+    // quantizing saturates infinities, and counts them
+    const hidden = (lossScale ?? exchange) !== null && quantizesGradients(this.model.recipe)
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
@@ -343,19 +372,20 @@ export class Trainer implements Disposable {
     const losses: Tensor[] = []
     let loss = 0
     let gradNorm = 0
-    let skip = false
+    let overflow = false
+    let spike = false
     let updates: UpdateQuality | null = null
     const { measureUpdates: every } = this.options
     const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
-    const weight = tokens === 0 ? 0 : 1 / tokens
+    const weight = tokens === 0 ? 0 : scale / tokens
     const graph = this.#graphFor(batches)
     const interrupt = async () => {
       const stops = (await ranks.sum(Number(interrupted()))) > 0
       if (stops && place) data.restore?.(place)
       return stops
     }
-    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
+    using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm, scale) : null
     try {
       if (graph) {
         if (await interrupt()) return null
@@ -367,33 +397,39 @@ export class Trainer implements Disposable {
           if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
           if (await interrupt()) return null
           losses.push(this.#forwardBackward(() => inputsOf(micro, this.model.device), weight, shapeOf([micro])))
+          exchange?.take()
         }
+        exchange?.sum()
         this.#keepTwins(false)
       }
       this.#begin('update')
       await ranks.add(optimizer.gradients)
-      const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip)
+      const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip, scale)
       try {
         const measure = async () => {
           let own = 0
-          for (const part of losses) own += await part.item()
+          for (const part of losses) own += (await part.item()) / scale
           loss = await ranks.sum(own)
           gradNorm = await norm.norm.item()
+          const over = (await norm.clip.read())[1] !== 0 || (hidden && memory().infs > infsBefore)
+          overflow = (await ranks.sum(Number(over))) > 0
         }
-        // a guard has to wait for the numbers; else the update is queued behind the gradients
-        if (guard) await measure()
-        const spike = guard?.isSpike(loss, gradNorm) ?? false
-        if (!spike && measured) updates = await optimizer.measuredStep(lr, norm.clip)
-        else if (!spike && !within) optimizer.step(lr, norm.clip)
+        // what may skip for more than the device knows has to wait for the numbers; else the update is queued behind the gradients
+        const waits = guard !== null || hidden
+        if (waits) await measure()
+        spike = guard?.isSpike(loss, gradNorm) ?? false
+        const dropped = spike || overflow
+        if (!dropped && measured) updates = await optimizer.measuredStep(lr, norm.clip)
+        else if (!dropped && !within) optimizer.step(lr, norm.clip)
         await ranks.share(
           optimizer.params.map(({ tensor }) => tensor),
           optimizer.owners,
         )
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
-        if (!guard) await measure()
-        skip = spike || (await norm.clip.read())[1] !== 0
-        if (skip) await this.#skipped(norm.norms, spike)
+        if (!waits) await measure()
+        if (spike || overflow) await this.#skipped(norm.norms, spike)
+        else await exchange?.update()
       } finally {
         norm.norm.dispose()
         norm.norms.dispose()
@@ -402,19 +438,24 @@ export class Trainer implements Disposable {
     } finally {
       this.#keepTwins(false)
       for (const part of losses) part.dispose()
+      exchange?.drop()
       optimizer.dropGrads()
     }
     this.batches += accumulate
+    const skip = spike || overflow
     if (!skip) {
       optimizer.advance()
       this.skipsInARow = 0
       this.lastNorm = gradNorm
       guard?.add(loss, gradNorm)
     }
+    lossScale?.update(overflow, optimizer.steps)
     const time = performance.now() - started
     const usage = memory()
     if (graph) usage.peak = graph.peakWith(usage.peak)
     else this.#plain.bytes = usage.peak.total - usage.live.total
+    // what it clips by has the scale in it
+    if (lossScale && lossScale.value !== scale) this.#dropGraph()
     return {
       step: optimizer.steps,
       loss,
@@ -427,6 +468,7 @@ export class Trainer implements Disposable {
       skippedSteps: this.skippedSteps,
       infs: usage.infs - infsBefore,
       memory: usage,
+      ...(lossScale ? { lossScale: scale } : {}),
       ...(updates && !skip ? { updates: { kept: updates.kept, read: updates.read } } : {}),
     }
   }
@@ -443,22 +485,20 @@ export class Trainer implements Disposable {
   }
 
   async #expectFinite(): Promise<void> {
-    const params = this.model.parameters()
-    const handles = native.grad_norm(
-      params.map(({ tensor }) => tensor.handle),
-      0,
-    )
-    const [norm, norms, clip] = handles.map((handle) => Tensor.own(handle)) as [Tensor, Tensor, Tensor]
-    try {
-      if ((await clip.read())[1] === 0) return
-      const values = await norms.read()
-      diverged(
-        `parameters are not finite after step ${this.optimizer.steps}, which is not saved`,
-        params.filter((_, i) => !Number.isFinite(values[i])),
-      )
-    } finally {
-      for (const tensor of [norm, norms, clip]) tensor.dispose()
+    const bad: Param[] = []
+    for (const param of this.model.parameters()) {
+      const { handle, format } = param.tensor
+      const clip = scope(() => {
+        const read = format === 'f32' || format === 'bf16' ? handle : native.convert(handle, null, 'f32')
+        if (read !== handle) Tensor.own(read)
+        const [, , clip] = native.grad_norm([read], 0).map((part) => Tensor.own(part))
+        return (clip as Tensor).keep()
+      })
+      if ((await clip.read())[1] !== 0) bad.push(param)
+      clip.dispose()
     }
+    if (bad.length > 0)
+      diverged(`parameters are not finite after step ${this.optimizer.steps}, which is not saved`, bad)
   }
 
   #keepTwins(keeps: boolean): void {
@@ -522,7 +562,7 @@ export class Trainer implements Disposable {
         ),
       )
       this.#keepTwins(false)
-      const norm = this.optimizer.gradNorm(this.options.clip)
+      const norm = this.optimizer.gradNorm(this.options.clip, this.lossScale?.value)
       for (const scale of this.model.delayedScales()) scale.advance()
       return { losses, norm }
     } finally {
@@ -544,6 +584,7 @@ export class Trainer implements Disposable {
   async #skipped(norms: Tensor, spike: boolean): Promise<void> {
     const { maxSkips } = this.options
     this.skippedSteps += 1
+    if (!spike && this.lossScale?.falls(this.optimizer.steps)) return
     this.skipsInARow += 1
     if (this.skipsInARow < maxSkips) return
     const values = await norms.read()
@@ -562,43 +603,4 @@ function diverged(text: string, params: readonly { name: string }[]): never {
 /** Whether something that happens `every` so many steps, and after the last one, happens after this one. */
 function due(step: number, every: number | undefined, steps: number): boolean {
   return every !== undefined && (step % every === 0 || step === steps)
-}
-
-/** What cannot be had of several ranks, and data for others. */
-function expectCount(name: string, value: number): void {
-  if (!Number.isSafeInteger(value) || value < 1)
-    throw new CoatError(`Trainer: ${name} is ${value} and must be an integer of at least 1`, 'value', 'Trainer', name)
-}
-
-/** Options of something that happens `every` so many steps: another count, and paths. */
-function checked<Options extends { every: number }>(
-  options: Options,
-  where: string,
-  count: keyof Options & string,
-  paths: readonly (keyof Options & string)[] = [],
-): Options {
-  checkNames(options, [...paths, 'every', count], `${where}.`)
-  for (const name of paths) {
-    const value = options[name]
-    if (typeof value !== 'string' || value === '')
-      throw new CoatError(
-        `Trainer: ${where}.${name} is ${value} and must be the path of a folder`,
-        'value',
-        'Trainer',
-        `${where}.${name}`,
-      )
-  }
-  for (const name of ['every', count] as const) expectCount(`${where}.${name}`, options[name] as number)
-  return options
-}
-
-function checkNames(options: object, names: readonly string[], where = ''): void {
-  for (const key of Object.keys(options))
-    if (!names.includes(key))
-      throw new CoatError(
-        `Trainer: option '${where}${key}' is unknown; the options are ${names.join(', ')}`,
-        'option',
-        'Trainer',
-        `${where}${key}`,
-      )
 }

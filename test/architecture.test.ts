@@ -34,7 +34,8 @@ describe('directions', () => {
   const rows = [
     ['native.gen'],
     ['native'],
-    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
+    ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates', 'settings'],
+    ['lossscale'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands', 'ranks'],
     ['emulate'],
     ['ops', 'generate'],

@@ -1,9 +1,31 @@
 // Gradients of several ranks in FP8: sums with one scale, the factor mu by both readings, whole tensors to ranks.
 import { afterEach, describe, expect, it } from 'vitest'
-import { AutomaticMu, partitionWhole, saturatedShare, sumGradients, Tensor } from '../lib/index.ts'
+import {
+  AutomaticMu,
+  LlamaForCausalLM,
+  type MuOptions,
+  memory,
+  type Param,
+  partitionWhole,
+  RankedGradients,
+  type RecipeName,
+  recipe,
+  saturatedShare,
+  sumGradients,
+  Tensor,
+  TextDataset,
+  Trainer,
+  type TrainerOptions,
+} from '../lib/index.ts'
 import { native } from '../lib/native.ts'
+import { eachInFolder } from './folders.ts'
 import { devices, present } from './harness.ts'
-import { Random } from './values.ts'
+import { Random, sentence, smallLlama } from './values.ts'
+
+let folder = ''
+eachInFolder((path) => {
+  folder = path
+})
 
 describe.each(devices)('sums on %s', (device) => {
   const test = it.skipIf(!present(device))
@@ -39,6 +61,21 @@ describe.each(devices)('sums on %s', (device) => {
         )
       ).values,
     ).toEqual([3, 3.5])
+  })
+  test('shares are those of the largest code, of either sign', async () => {
+    const random = new Random(4)
+    for (const scale of [1, 2 ** -20, 3e5]) {
+      const values = Array.from({ length: 5003 }, () => (Math.floor(random.uniform() * 9) + 24) * 14 * scale)
+      using tensor = Tensor.from(
+        values.map((value, i) => (i % 2 ? value : -value)),
+        [1, 5003],
+        { device, format: 'e4m3/t' },
+      )
+      const codes = (await tensor.readBytes()).subarray(0, 5003)
+      const count = codes.filter((code) => (code & 0x7f) === 0x7e).length
+      expect(count).toBeGreaterThan(400)
+      expect(await saturatedShare(tensor)).toBe(count / 5003)
+    }
   })
   test('four ranks: within a step of the format of the mean', async () => {
     const random = new Random(3)
@@ -84,6 +121,182 @@ describe('mu', () => {
     expect(() => new AutomaticMu({ ranks: 0 })).toThrow(/AutomaticMu: ranks is 0 and must be an integer of at least 1/)
     expect(() => new AutomaticMu({ ranks: 1, reading: 'paper' as never })).toThrow(/reading is paper and must be/)
     expect(() => sumGradients([])).toThrow(/ranks are 0/)
+  })
+})
+
+describe.each(devices)('micro-batches as ranks on %s', (device) => {
+  const test = it.skipIf(!present(device))
+  afterEach(() => native.checkGuards())
+  const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
+
+  class Run implements Disposable {
+    readonly model: LlamaForCausalLM
+    readonly trainer: Trainer
+    constructor(which: RecipeName, options: Partial<TrainerOptions> = {}) {
+      this.model = new LlamaForCausalLM(smallLlama, { recipe: which, seed: 1, device })
+      const usual = { data, batch: 2, accumulate: 2, steps: 6, optimizer: { lr: 0.01 } }
+      this.trainer = new Trainer(this.model, { ...usual, ...options })
+    }
+    get mu(): Record<string, number> {
+      return this.trainer.exchange?.state() ?? expect.fail()
+    }
+    async losses(): Promise<number[]> {
+      const losses: number[] = []
+      for await (const { loss } of this.trainer.run()) losses.push(loss)
+      return losses
+    }
+    [Symbol.dispose](): void {
+      this.trainer.dispose()
+      this.model.dispose()
+    }
+  }
+
+  /** The sums of micro-batches with gradients of one value, step by step, and mu after each. */
+  const sums = async (options: Omit<MuOptions, 'ranks'>, steps: readonly (readonly number[])[]) => {
+    using run = new Run('fp8-lm-o2', { mu: 'none' })
+    const [param] = run.model.parameters('model.layers.0.*qkv*') as [Param]
+    using ranks = new RankedGradients([param], { ...options, ranks: 2 })
+    const seen: number[][] = []
+    for (const values of steps) {
+      for (const value of values) {
+        using gradient = Tensor.from(new Float32Array(param.tensor.numel).fill(value), param.tensor.shape, { device })
+        param.accumulate(gradient)
+        param.complete()
+        expect(param.grad?.format).toBe('e4m3/t')
+        ranks.take()
+        expect(param.grad).toBe(null)
+      }
+      ranks.sum()
+      const grad: Tensor = param.grad ?? expect.fail()
+      const sum = ((await grad.read()) as Float32Array)[0] as number
+      await ranks.update()
+      param.dropGrad()
+      seen.push([sum, ranks.state()[param.name] as number])
+    }
+    return seen
+  }
+
+  test('mu is halved where the sum saturates, and grows where it does not', async () => {
+    const near = (rows: number[][]) => rows.map((row) => row.map((value) => expect.closeTo(value, 5)))
+    const [a, b] = [
+      [3, 7],
+      [3, 7],
+    ] as const
+    // 448 by a scale of 64 / sqrt 2
+    const full = 7 * Math.SQRT2
+    expect(await sums({ window: 1 }, [a, b, [1], [1, 2]])).toEqual(
+      near([
+        [full, Math.SQRT1_2 / 2],
+        [full, Math.SQRT1_2],
+        [(176 / 256) * Math.SQRT2, 1],
+        [3, 1],
+      ]),
+    )
+    const growth = 4 ** 0.001
+    expect(await sums({ reading: 'absolute' }, [a, b])).toEqual(
+      near([
+        [7, 0.5],
+        [10, 0.5 * growth],
+      ]),
+    )
+    expect(await sums({ reading: 'fixed' }, [a, b])).toEqual(
+      near([
+        [full, Math.SQRT1_2],
+        [full, Math.SQRT1_2],
+      ]),
+    )
+  })
+
+  test('a model trains with it: nearly the losses of gradients that are added one by one', async () => {
+    using added = new Run('fp8-lm-o2', { accumulate: 4 })
+    const expected = await added.losses()
+    for (const mu of ['relative', 'absolute', 'fixed'] as const) {
+      using run = new Run('fp8-lm-auto-mu', { accumulate: 4, mu })
+      const first = run.mu
+      const losses = await run.losses()
+      expect(losses[0]).toBe(expected[0])
+      for (const [i, loss] of losses.entries()) expect(Math.abs(loss / (expected[i] as number) - 1)).toBeLessThan(0.02)
+      expect(new Set(Object.values(first))).toEqual(new Set([mu === 'absolute' ? 1 : 0.5]))
+      const matrices = run.model.parameters().filter(({ tensor }) => tensor.shape.length === 2)
+      expect(Object.keys(run.mu)).toEqual(matrices.map(({ name }) => name))
+      if (mu === 'fixed') expect(run.mu).toEqual(first)
+      else for (const [name, value] of Object.entries(run.mu)) expect(value, name).not.toBe(first[name])
+      expect(memory().live.grad).toBe(0)
+    }
+  })
+
+  test('a byte an element and micro-batch waits for the sum', async () => {
+    let bytes = 0
+    let updates = 0
+    using run = new Run('fp8-lm-auto-mu', {
+      accumulate: 3,
+      phase: (part) => {
+        if (part === 'forward') bytes = memory().live.grad
+        if (part === 'update') updates = memory().live.grad
+      },
+    })
+    await run.trainer.step()
+    const matrices = run.model.parameters().filter(({ tensor }) => tensor.shape.length === 2)
+    const elements = matrices.reduce((sum, { tensor }) => sum + tensor.numel, 0)
+    expect(bytes / (2 * elements)).toBeCloseTo(1, 1)
+    expect(updates / elements).toBeCloseTo(1, 1)
+  })
+
+  test('a step with an infinity is skipped, and mu stays', async () => {
+    using run = new Run('fp8-lm-auto-mu')
+    await run.trainer.step()
+    const [param] = run.model.parameters('model.layers.0.*qkv*') as [Param]
+    const { complete } = param
+    param.complete = () => {
+      const { grad } = param
+      if (grad) {
+        const values = new Float32Array(grad.numel)
+        values[3] = Number.POSITIVE_INFINITY
+        using spoilt = Tensor.from(values, grad.shape, { format: 'bf16', device })
+        native.add_into(grad.handle, spoilt.handle)
+      }
+      complete.call(param)
+    }
+    const { mu } = run
+    const before = await param.tensor.readBytes()
+    expect((await run.trainer.step()).skipped).toBe(true)
+    expect(run.mu).toEqual(mu)
+    expect(await param.tensor.readBytes()).toEqual(before)
+  })
+
+  test('goes on from a checkpoint bit for bit', async () => {
+    using whole = new Run('fp8-lm-auto-mu')
+    const losses = await whole.losses()
+    using first = new Run('fp8-lm-auto-mu', { checkpoint: { dir: folder, every: 3 } })
+    for await (const { step } of first.trainer.run()) if (step === 3) break
+    using second = new Run('fp8-lm-auto-mu')
+    await second.trainer.resume(folder)
+    expect(second.mu).toEqual(first.mu)
+    expect(await second.losses()).toEqual(losses.slice(3))
+    expect(second.mu).toEqual(whole.mu)
+    using other = new Run('fp8-lm-o2')
+    await expect(other.trainer.resume(folder)).rejects.toThrow(
+      /mu.reading is "relative" in the checkpoint and absent here/,
+    )
+  })
+
+  test('is refused where there is nothing to sum', () => {
+    expect(() => recipe({ base: 'bf16', mu: 'relative' })).toThrow(/mu needs dw 'e4m3\/t'/)
+    expect(() => recipe({ base: 'fp8-lm-o2', mu: 'auto' as never })).toThrow(
+      /mu is 'auto' and must be one of none, fixed/,
+    )
+    const refused = (which: RecipeName, options: object) => {
+      using model = new LlamaForCausalLM(smallLlama, { recipe: which, device })
+      try {
+        return new Trainer(model, { data, batch: 2, steps: 6, ...options }) && ''
+      } catch (error) {
+        return (error as Error).message
+      }
+    }
+    expect(refused('bf16', { mu: 'fixed' })).toMatch(/mu: no parameter has a gradient in e4m3\/t/)
+    expect(refused('fp8-lm-auto-mu', { optimizerInBackward: true })).toMatch(/mu is "relative" and must be none with/)
+    expect(refused('fp8-lm-o2', { mu: { reading: 'paper' } })).toMatch(/reading is paper and must be/)
+    expect(refused('fp8-lm-o2', { mu: { ranks: 3 } })).toMatch(/option 'mu.ranks' is unknown/)
   })
 })
 

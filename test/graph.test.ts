@@ -243,7 +243,9 @@ describe.each(devices)('steps on %s', (device) => {
 
   const schedule = cosine({ warmup: 3 })
   test.each(Object.entries(recipes))('%s: the bits of steps that run op by op', async (_, recipe) => {
-    expect(await same(recipe, { schedule, accumulate: 2, validate: { every: 2, sequences: 4 } })).toBe(steps - 2)
+    // mu is of sums that no graph makes
+    const options = { schedule, accumulate: 2, mu: 'none', validate: { every: 2, sequences: 4 } } as const
+    expect(await same(recipe, options)).toBe(steps - 2)
   })
 
   const delayed = { base: 'coat', scale: { history: 4, pick: 'max', margin: 0 } } as const

@@ -80,6 +80,9 @@ describe('bytes of a parameter', () => {
     ['fp8-lm-o1', 11],
     ['fp8-lm-o2', 6],
     ['fp8-lm-o3', 7],
+    ['fp8-lm-auto-mu', 6],
+    ['micikevicius-bf16', 16],
+    ['mellempudi-e5m2', 12],
   ])('%s: %d by its formats', (name, expected) => {
     expect(parameterBytes(recipe(name)).total).toBe(expected)
   })
@@ -467,22 +470,6 @@ describe('Collage', () => {
     expect(() => new Run('bf16', { measureUpdates: 2, optimizerInBackward: true })).toThrow(
       /measureUpdates is 2 and must/,
     )
-  })
-})
-
-describe('second moments of a gradient of 1 after 20 000 steps with a beta of 0.999', () => {
-  it.each([
-    ['bf16', 0.25],
-    ['bf16x2', 0.99707], // sums are FP32: in arithmetic of two bf16 values, as Collage has it, 0.9902
-  ] as const)('%s stays below 1, at %d', async (format, expected) => {
-    const plain = () => Tensor.zeros([1, 1])
-    const [p, g, m] = [plain(), Tensor.from([1], [1, 1]), Tensor.zeros([1, 1], { format: 'bf16' })]
-    const v = Tensor.zeros([1, 1], { format })
-    const lists: Lists = [[p.handle], null, null, [g.handle], [m.handle], [v.handle], null]
-    type Lists = [number[], null, null, number[], number[], number[], null]
-    for (let t = 1; t <= 20_000; t++) native.adamw(...lists, 0, 0.9, 0.1, 0.999, 0.001, 1e-8, 0, 1, 1, 0, 'nearest', 0)
-    expect((await v.read())[0]).toBeCloseTo(expected, 5)
-    for (const tensor of [p, g, m, v]) tensor.dispose()
   })
 })
 

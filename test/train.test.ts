@@ -132,6 +132,31 @@ describe('a configuration', () => {
     expect(() => readConfig(join(folder, 'config.json'), ['clip=-1'])).toThrow('clip is -1 and must be a number of at')
   })
 
+  it('takes a recipe as changes of another, whose name and axes are checked, and loss scaling', () => {
+    const changed = { ...small, recipe: { base: 'te-delayed', dw: 'bf16', m: 'bf16', v: 'bf16' } }
+    expect(problemsOf(changed)).toEqual([])
+    expect(checkedConfig(changed, 'a.json').recipe).toEqual(changed.recipe)
+    const wrong = (more: object) => problemsOf({ ...small, ...more })
+    expect(wrong({ recipe: { base: 'te-delay', dw: 'bf16' } })).toEqual([
+      expect.stringMatching(
+        /^recipe is .* changes of one as \{ base, … \}, .*'te-delay' is unknown; the recipes are fp32, /,
+      ),
+    ])
+    expect(wrong({ recipe: { base: 'coat', dv: 'bf16' } })).toEqual([
+      expect.stringMatching(/axis 'dv' is unknown; the axes are/),
+    ])
+    expect(wrong({ recipe: { base: 'coat', m: 'f32' } })).toEqual([
+      expect.stringMatching(/m and v must be a pair of formats that adamw has/),
+    ])
+    expect(wrong({ lossScale: 'dynamic', mu: 'none' })).toEqual([])
+    expect(wrong({ lossScale: { growth: 0 }, mu: 'paper' })).toEqual([
+      expect.stringMatching(
+        /^lossScale is \{"growth":0\} and must be .*growth is 0 and must be a number of at least 1/,
+      ),
+      'mu is "paper" and must be one of none, fixed, absolute, relative',
+    ])
+  })
+
   it('that init writes is right', () => {
     expect(problemsOf(parseJsonc(template))).toEqual([])
     expect(run('init').status).toBe(0)
@@ -318,6 +343,29 @@ describe('a run', () => {
       'error: out/checkpoints/step-00000030 is of a run that --resume goes on with; a new one needs another out, or out to be removed\n',
     )
     expect(metrics()).toEqual(before)
+  })
+
+  it('with changes of a recipe trains after them and says so', async () => {
+    const recipe = { base: 'coat', v: 'e5m2/x128', param: 'bf16', rounding: 'stochastic', lossScale: 'dynamic' }
+    write({ ...small, recipe, steps: 6, schedule: { name: 'constant' }, validate: undefined, checkpoint: { every: 3 } })
+    const { status, stdout } = run('config.json')
+    expect(status).toBe(0)
+    expect(stdout).toMatch(/parameters, custom, /)
+    const at = join(folder, 'out/checkpoints/step-00000006')
+    const { settings, lossScale } = JSON.parse(readFileSync(join(at, 'trainer.json'), 'utf8'))
+    const { m, v, param } = recipes.coat
+    expect([m, v, param]).toEqual(['e4m3/x128', 'e4m3/x128', 'f32'])
+    expect(settings).toMatchObject({
+      'recipe.m': m,
+      'recipe.v': 'e5m2/x128',
+      'recipe.param': 'bf16',
+      'recipe.saved': 'e4m3/g16',
+    })
+    expect(lossScale).toEqual({ scale: 65_536, clean: 6 })
+    const log = readFileSync(join(folder, 'out/metrics.jsonl'), 'utf8').trim().split('\n')
+    expect(log.map((line) => JSON.parse(line).lossScale)).toEqual(Array.from({ length: 6 }, () => 65_536))
+    expect(run('config.json', '--set', 'out=else', '--set', 'recipe.v=f32').stderr).toMatch(/m and v must be a pair/)
+    expect(run('config.json', '--resume', '--set', 'recipe.base=coat-paper', '--set', 'steps=7').status).toBe(0)
   })
 
   /** Sends signals when the first steps are reported; resolves to how the process ended. */

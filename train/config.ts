@@ -3,6 +3,9 @@ import { readFileSync } from 'node:fs'
 import {
   CoatError,
   type LlamaConfig,
+  LossScale,
+  type LossScaling,
+  type MuSetting,
   type Recipe,
   type RecipeChange,
   type RecipeName,
@@ -37,6 +40,8 @@ export interface RunConfig {
   optimizerInBackward?: boolean
   cacheWeights?: boolean
   graph?: boolean
+  lossScale?: LossScaling
+  mu?: MuSetting
   optimizer: { rule: 'adamw' | 'lion' | 'sgd'; [name: string]: unknown }
   schedule: { name: 'constant' | 'linear' | 'cosine' | 'wsd'; warmup?: number; floor?: number; decay?: number }
   spike?: { sigma: number; window?: number }
@@ -92,6 +97,16 @@ const anyRecipe: Check = (value) => {
   }
 }
 
+const anyScale: Check = (value) => {
+  try {
+    if (value !== 'none') new LossScale(value as Exclude<LossScaling, 'none'>)
+    return null
+  } catch (error) {
+    return `what the trainer takes: ${(error as Error).message}`
+  }
+}
+const anyMu: Check = (value) => (object(value) === null ? null : oneOf('none', 'fixed', 'absolute', 'relative')(value))
+
 const betas = { betas: listOf(2, number(0, 1)) }
 const rules: Record<RunConfig['optimizer']['rule'], Shape> = {
   adamw: { ...betas, eps: number(0), vFloor: flag, allowUnsafe: flag },
@@ -139,6 +154,8 @@ function shapeOf(config: Record<string, unknown>): Shape {
     optimizerInBackward: flag,
     cacheWeights: flag,
     graph: flag,
+    lossScale: anyScale,
+    mu: anyMu,
     optimizer: {
       rule: oneOf(...Object.keys(rules)),
       lr: number(0),

@@ -51,7 +51,8 @@ export async function train(
   const tokenizer = await tokenizerOf(config)
   const { data, vocabulary } = await dataOf(config, tokenizer)
   using model = await modelOf(config, where, vocabulary)
-  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights, graph } = config
+  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights, graph, lossScale, mu } =
+    config
   for (const pattern of config.freeze) freeze(model, pattern)
   using trainer = new Trainer(model, {
     data,
@@ -67,6 +68,8 @@ export async function train(
     ...(optimizerInBackward ? { optimizerInBackward } : {}),
     ...(cacheWeights ? { cacheWeights } : {}),
     ...(graph ? { graph } : {}),
+    ...(lossScale !== undefined ? { lossScale } : {}),
+    ...(mu !== undefined ? { mu } : {}),
     ...(validate ? { validate } : {}),
     ...(checkpoint ? { checkpoint: { ...checkpoint, dir: join(out, 'checkpoints') } } : {}),
   })
@@ -207,7 +210,7 @@ async function resumed(
   return step
 }
 
-function scalarsOf({ loss, gradNorm, lr, tokensPerSecond, skippedSteps, memory, validation }: StepMetrics) {
+function scalarsOf({ loss, gradNorm, lr, tokensPerSecond, skippedSteps, memory, validation, lossScale }: StepMetrics) {
   return {
     loss,
     ...(validation === undefined ? {} : { validation }),
@@ -215,6 +218,7 @@ function scalarsOf({ loss, gradNorm, lr, tokensPerSecond, skippedSteps, memory, 
     'learning rate': lr,
     'tokens per second': tokensPerSecond,
     'skipped steps': skippedSteps,
+    ...(lossScale === undefined ? {} : { 'loss scale': lossScale }),
     'peak bytes': memory.peak.total,
   }
 }

@@ -100,6 +100,15 @@ std::unique_ptr<Series> series_of(const char* argument, const Tensor& t, bool fl
   return series;
 }
 
+// The parts of a tensor in bf16x2, as tensors of their own.
+struct Parts {
+  Tensor high, low;
+  explicit Parts(const Tensor& t) : high(t), low(t) {
+    high.format = low.format = BF16::format();
+    low.data = t.scales<uint8_t>();
+  }
+};
+
 // One member of the list, its absent tensors false, and how its parameter is rounded.
 struct Member {
   Tensor p, master, lost, g, m, v;
@@ -109,8 +118,20 @@ struct Member {
   uint64_t seed;
 };
 
-// The values of a stretch: the parameter as the rule has it and as it is stored, what that loses, and the moments.
-enum Value { kExact, kKept, kLost, kFirst, kSecond, kGradient, kValues };
+// The values of a stretch: the parameter as the rule has it and as it is stored, what that loses, the moments, and
+// second parts where Collage computes with them.
+enum Value { kExact, kKept, kLost, kFirst, kSecond, kGradient, kLow, kSecondLow, kValues };
+
+// Collage's update of a stretch.
+void update_parts(const Collage& rule, float factor, int64_t count, float (&x)[kValues][kStretch], bool p_parts,
+                  bool v_parts) {
+  for (int64_t i = 0; i < count; ++i) {
+    TwoParts p{x[kExact][i], p_parts ? x[kLow][i] : 0.f}, v{x[kSecond][i], v_parts ? x[kSecondLow][i] : 0.f};
+    rule.update(p_parts, v_parts, p, x[kGradient][i] * factor, x[kFirst][i], v);
+    x[kExact][i] = p.high, x[kLow][i] = p.low;
+    x[kSecond][i] = v.high, x[kSecondLow][i] = v.low;
+  }
+}
 
 template <class Rule>
 void update(const Rule& rule, float factor, const Member& member) {
@@ -122,11 +143,24 @@ void update(const Rule& rule, float factor, const Member& member) {
   const auto target = [&](const char* argument, const Tensor& t, Value value, bool floor = false) {
     if (t) targets.push_back({series_of(argument, t, floor), value});
   };
-  target("p", member.p, kKept);
+  const auto in_parts = [&](const char* argument, const Tensor& t, Value high, Value low) {
+    target(argument, Parts(t).high, high);
+    target(argument, Parts(t).low, low);
+  };
+  const bool computes = std::is_same_v<Rule, AdamW> && member.m.format == BF16::format();
+  const bool p_parts = computes && member.p.format == BF16X2::format();
+  const bool v_parts = computes && member.v.format == BF16X2::format();
+  if (p_parts)
+    in_parts("p", member.p, kKept, kLow);
+  else
+    target("p", member.p, kKept);
   target("master", member.master, kExact);
   target("lost", member.lost, kLost);
   target("m", member.m, kFirst);
-  target("v", member.v, kSecond, member.v_floor);
+  if (v_parts)
+    in_parts("v", member.v, kSecond, kSecondLow);
+  else
+    target("v", member.v, kSecond, member.v_floor);
   const auto g = series_of("g", member.g);
 
   const auto read = [&](int64_t begin, int64_t count, float(&x)[kValues][kStretch]) {
@@ -157,11 +191,14 @@ void update(const Rule& rule, float factor, const Member& member) {
       for (int64_t begin = first; begin < last; begin += kStretch) {
         const int64_t count = std::min(kStretch, last - begin);
         read(begin, count, x);
-        for (int64_t i = 0; i < count; ++i) {
-          if constexpr (Rule::moments == 2)
-            rule.update(x[kExact][i], x[kGradient][i] * factor, x[kFirst][i], x[kSecond][i]);
+        if constexpr (std::is_same_v<Rule, AdamW>) {
+          if (p_parts || v_parts)
+            update_parts(Collage(rule), factor, count, x, p_parts, v_parts);
           else
-            rule.update(x[kExact][i], x[kGradient][i] * factor, x[kFirst][i]);
+            for (int64_t i = 0; i < count; ++i)
+              rule.update(x[kExact][i], x[kGradient][i] * factor, x[kFirst][i], x[kSecond][i]);
+        } else {
+          for (int64_t i = 0; i < count; ++i) rule.update(x[kExact][i], x[kGradient][i] * factor, x[kFirst][i]);
         }
         round(begin, count, x);
         for (auto& [series, value] : targets) use(*series, begin, count, x[value]);

@@ -45,6 +45,11 @@ function step(
 const pairs = entryOf('adamw').only.find(({ names }) => names.includes('m'))?.combinations as [AnyFormat, AnyFormat][]
 const zeros = (format: AnyFormat, n: number) => tensor(format, [1, n], new Float64Array(n))
 
+/** Whether the update is that of Collage, in bf16 arithmetic. */
+const computesInBf16 = ({ p, m, v }: Record<string, AnyFormat | null>) =>
+  m === 'bf16' && (p === 'bf16x2' || v === 'bf16x2')
+const exactPairs = pairs.filter(([m, v]) => !computesInBf16({ m, v }))
+
 type Lists = Record<string, ReturnType<typeof vector>[]>
 /** The reference's lists with those of the master, and of what is lost: any half step of bf16, which ties decide. */
 function withCopies(lists: Lists, master: unknown, lost: unknown): Lists {
@@ -81,26 +86,10 @@ describe('adamw', () => {
       lost: (random) => random.normal() * 2 ** -10,
       clip: (_random, _sizes, i) => (i === 0 ? 0.375 : 0),
     },
-    slack: 3e-5, // the polynomials of e4m3/x128
+    slack: (formats) => (computesInBf16(formats) ? 2 ** -6 : 3e-5), // the polynomials of e4m3/x128
     near: ({ m, v }) => m === 'e4m3/x128' && v === 'e4m3/x128',
-    reference: ({
-      p,
-      master,
-      lost,
-      g,
-      m,
-      v,
-      clip,
-      lr,
-      beta1,
-      gain1,
-      beta2,
-      gain2,
-      eps,
-      weight_decay,
-      correct1,
-      correct2,
-    }) => {
+    reference: ({ p, master, lost, g, m, v, clip, ...numbers }) => {
+      const { lr, beta1, gain1, beta2, gain2, eps, weight_decay, correct1, correct2 } = numbers
       const lists: Record<string, ReturnType<typeof vector>[]> = { p: [], m: [], v: [], '|p|': [], '|m|': [] }
       const factor = clip?.(0) ?? 1
       ;(master ?? p).forEach((stored, t) => {
@@ -121,7 +110,7 @@ describe('adamw', () => {
     },
   })
 
-  it.each(pairs)('m %s, v %s: moments are stored as convert stores them', async (first, second) => {
+  it.each(exactPairs)('m %s, v %s: moments are stored as convert stores them', async (first, second) => {
     const random = new Random(3)
     const g = Float32Array.from({ length: 20_011 }, () => random.typical())
     const [m, v] = [zeros(first, g.length), zeros(second, g.length)]
@@ -131,13 +120,13 @@ describe('adamw', () => {
     expect(await bytesOf(v)).toEqual(await bytesOf(tensor(second, [1, g.length], squares)))
   })
 
-  it.each(pairs)('m %s, v %s: eps is added after bias correction', async (first, second) => {
+  it.each(exactPairs)('m %s, v %s: eps is added after bias correction', async (first, second) => {
     const [p, g] = [tensor('f32', [1, 1], [0]), tensor('f32', [1, 1], [1e-10])]
     step(1, [p], [g], [zeros(first, 1)], [zeros(second, 1)], usual)
     expect(((await read(p))[0] as number) / -9.90099e-6).toBeCloseTo(1, 5)
   })
 
-  it.each(pairs)('m %s, v %s: decay acts on the old parameter', async (first, second) => {
+  it.each(exactPairs)('m %s, v %s: decay acts on the old parameter', async (first, second) => {
     const [p, g] = [tensor('f32', [1, 1], [1]), tensor('f32', [1, 1], [1])]
     step(1, [p], [g], [zeros(first, 1)], [zeros(second, 1)], { ...usual, lr: 0.1, decay: 0.1 })
     expect((await read(p))[0]).toBeCloseTo(0.89, 6)

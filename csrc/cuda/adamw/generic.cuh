@@ -132,6 +132,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
     item.p.kind = item.p.kind == Kind::f32 ? Kind::f32 : Kind::bf16;
     item.g.kind = item.g.kind == Kind::f32 ? Kind::f32 : Kind::bf16;
   }
+  // whether Collage may compute, as on the CPU, and does with second moments in two parts
+  constexpr bool kComputes = !Usual && std::is_same_v<Rule, AdamW> && std::is_same_v<M, BF16>;
+  constexpr bool kParts = kComputes && kPaired<V>;
+  const bool p_parts = kComputes && item.p.kind == Kind::bf16x2;
+  if (p_parts) {  // bf16 with what its rounding has lost, but for the arithmetic
+    item.lost = {item.p.side, nullptr, Kind::bf16};
+    item.p.kind = Kind::bf16;
+  }
   const Operand source = item.master.codes ? item.master : item.p;
   const bool scaled_p = is_scaled(item.p.kind), scaled_master = item.master.codes && is_scaled(item.master.kind);
   const float source_scale = !is_scaled(source.kind) ? 1.f
@@ -157,28 +165,46 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
       m_codes.template fetch<kWhole>(item.m, i, left);
       if constexpr (Rule::moments == 2) v_codes.template fetch<kWhole>(item.v, i, left);
       float p[E], g[E], m[E], kept[E], lost[E];
-      [[maybe_unused]] float v[E];
+      [[maybe_unused]] float v[E], v_low[E];
       m_codes.template decode<kWhole>(item.m, open_at<kWhole>(item.m, i, left, item.scales, Scales::kM, shared), left,
                                       m);
-      if constexpr (Rule::moments == 2)
+      if constexpr (kParts)
+        v_codes.parts(v, v_low);
+      else if constexpr (Rule::moments == 2)
         v_codes.template decode<kWhole>(item.v, open_at<kWhole>(item.v, i, left, item.scales, Scales::kV, shared), left,
                                         v);
       p_part.decode(source.kind, source_scale, p);
       g_part.decode(item.g.kind, g_scale, g);
       if (item.lost.codes) {
         lost_part.decode(item.lost.kind, 1.f, lost);
+        if (!p_parts) {
 #pragma unroll
-        for (int k = 0; k < E; ++k) p[k] = p[k] + lost[k];
+          for (int k = 0; k < E; ++k) p[k] = p[k] + lost[k];
+        }
       }
 #pragma unroll
       for (int k = 0; k < E; ++k) {
+        if constexpr (kComputes) {
+          if (kParts || p_parts) {
+            TwoParts of_p{p[k], p_parts ? lost[k] : 0.f}, of_v{v[k], kParts ? v_low[k] : 0.f};
+            Collage(rule).update(p_parts, kParts, of_p, g[k] * factor, m[k], of_v);
+            p[k] = of_p.high, v[k] = of_v.high;
+            if (p_parts) lost[k] = of_p.low;
+            if constexpr (kParts) v_low[k] = of_v.low;
+            continue;
+          }
+        }
         if constexpr (Rule::moments == 2)
           rule.update(p[k], g[k] * factor, m[k], v[k]);
         else
           rule.update(p[k], g[k] * factor, m[k]);
       }
       put_moment<kWhole>(item.m, i, left, m, shared, item.scales, Scales::kM, infs);
-      if constexpr (Rule::moments == 2) put_moment<kWhole>(item.v, i, left, v, shared, item.scales, Scales::kV, infs);
+      if constexpr (kParts) {
+        if (!shared.measure) v_codes.template put_parts<kWhole>(item.v, i, left, v, v_low);
+      } else if constexpr (Rule::moments == 2) {
+        put_moment<kWhole>(item.v, i, left, v, shared, item.scales, Scales::kV, infs);
+      }
       round(shared, item.index, i, p, kept, lost);
       const auto see = [&](const float(&x)[E], int slot) {
         Range range;

@@ -86,6 +86,21 @@ struct Codes {
     if constexpr (kPaired<V>) low.template put<Whole>(view.low, i, left);
   }
 
+  // Both parts of what has two, and back.
+  __device__ void parts(float (&high)[E], float (&second)[E]) const {
+#pragma unroll
+    for (int k = 0; k < E; ++k)
+      high[k] = BFloat16::decode(lane.code[k].code), second[k] = BFloat16::decode(low.code[k].code);
+  }
+  template <bool Whole>
+  __device__ void put_parts(const V& view, int64_t i, int64_t left, const float (&high)[E], const float (&second)[E]) {
+#pragma unroll
+    for (int k = 0; k < E; ++k)
+      lane.code[k].code = BFloat16::encode(high[k]), low.code[k].code = BFloat16::encode(second[k]);
+    lane.template put<Whole>(view.codes, i, left);
+    low.template put<Whole>(view.low, i, left);
+  }
+
  private:
   // The view with its codes in registers.
   template <class As>
