@@ -61,6 +61,7 @@ const tolerances: Readonly<Record<string, number>> = {
   f16: 2 ** -10,
   e4m3: 2 ** -3.5,
   e5m2: 2 ** -2.5,
+  i8: 2 ** -5, // of a run's largest, which is a few times the size of the others
   d8: 2 ** -4,
   u8: 2 ** -4,
   d4: 2 ** -0.5,
