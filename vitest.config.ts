@@ -9,6 +9,7 @@ export default defineConfig({
     env: { COAT_GUARD: '1' },
     pool: 'forks',
     testTimeout: 120_000,
+    hookTimeout: 120_000,
     reporters: ['default', './scripts/count-reporter.mjs'],
   },
 })
