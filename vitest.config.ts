@@ -9,6 +9,7 @@ export default defineConfig({
     env: { COAT_GUARD: '1' },
     pool: 'forks',
     testTimeout: 240_000,
+    hookTimeout: 240_000,
     reporters: ['default', './scripts/count-reporter.mjs'],
   },
 })

@@ -117,6 +117,14 @@ describe('pairs', () => {
       expect(text(`test/ops/${family}.test.ts`), `no test of ${name}`).toMatch(new RegExp(`\\b${name}\\b`))
     }
   })
+  it('what users of such software met has tests: checkpoints (C), data (D), the loop (T), signals (K)', () => {
+    const titles = files('test', /\.test\.ts$/).flatMap((file) => [...text(file).matchAll(/['`]([A-Z]\d+): /g)])
+    const named = new Set(titles.map(([, name]) => name))
+    const cases = Object.entries({ C: 13, D: 7, T: 8, K: 2 }).flatMap(([group, count]) =>
+      Array.from({ length: count }, (_, i) => `${group}${i + 1}`),
+    )
+    expect(cases.filter((name) => !named.has(name))).toEqual([])
+  })
   it('the measured tables of README.md are those of the rows', () => {
     const read = (file: string) => (existsSync(join(root, file)) ? text(file) : '')
     expect(text('README.md')).toBe(fillSections(text('README.md'), read))

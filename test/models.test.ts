@@ -150,7 +150,7 @@ it('a stretched rotation is the one of Llama 3.1', () => {
 describe('config.json', () => {
   const make = (change: object) => () => new LlamaForCausalLM({ ...sizes, ...change }, { recipe: 'fp32' }).dispose()
   it.each([
-    [{ model_type: 'gpt2' }, 'model_type is gpt2 and must be llama, mistral, qwen2, olmo'],
+    [{ model_type: 'gpt2' }, 'model_type is gpt2 and must be one of llama, mistral, qwen2, olmo'],
     [{ rope_scaling: { type: 'dynamic', factor: 2 } }, 'rope_scaling is {"type":"dynamic","factor":2} and is not supp'],
     [{ rope_parameters: { rope_type: 'yarn' } }, 'its rope_type must be one of default, linear, llama3'],
     [{ rope_scaling: { type: 'linear' } }, 'rope_scaling.factor is undefined and must be a number above 0'],

@@ -306,7 +306,10 @@ function suggestion(name: string, names: readonly string[], at: string): string 
   const near = names.map((other) => ({ other, steps: distance(name.toLowerCase(), other.toLowerCase()) }))
   near.sort((a, b) => a.steps - b.steps)
   const best = near[0]
-  if (best && best.steps <= Math.max(2, best.other.length / 3)) return `; did you mean ${at}${best.other}?`
+  // not one of which every character differs
+  const shortest = Math.min(name.length, best?.other.length ?? 0)
+  if (best && best.steps <= Math.max(2, best.other.length / 3) && best.steps < shortest)
+    return `; did you mean ${at}${best.other}?`
   return `; the keys are ${names.join(', ')}`
 }
 

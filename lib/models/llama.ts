@@ -81,7 +81,9 @@ function checked(config: LlamaConfig): Checked {
   const fail = (name: keyof LlamaConfig, rule: string): never => refuse(name, config[name], rule)
   const { model_type = 'llama', rope_parameters } = config
   const names = Object.keys(families)
-  const family = names.includes(model_type) ? families[model_type] : fail('model_type', `must be ${names.join(', ')}`)
+  const family = names.includes(model_type)
+    ? families[model_type]
+    : fail('model_type', `must be one of ${names.join(', ')}`)
   for (const name of [
     'hidden_size',
     'intermediate_size',
