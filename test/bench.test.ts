@@ -22,7 +22,7 @@ import {
   writeRows,
 } from '../bench/row.ts'
 import { quickstart } from '../examples/quickstart.ts'
-import { device, memory, recipes, Tensor } from '../lib/index.ts'
+import { device, memory, recipe, recipes, Tensor } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { Random } from './values.ts'
 
@@ -257,6 +257,20 @@ describe('recipes', () => {
     for (const { recipe, measured, predicted, saved } of results) {
       expect(Math.abs(measured / predicted - 1), recipe).toBeLessThan(0.01)
       expect(saved, recipe).toBeGreaterThan(0)
+    }
+  })
+
+  test('a row that is added at run time is among them all', async () => {
+    const mine = recipe({ base: 'te-current', dw: 'bf16', m: 'bf16', v: 'bf16' })
+    Object.assign(recipes, { mine })
+    try {
+      const added = namedRecipes('all').filter(({ name }) => name === 'mine')
+      const model = { ...recipesDefaults, batch: 1, sequence: 16, steps: 1 }
+      const { results } = await recipesBench({ ...model, device: device('cpu'), recipes: added })
+      expect(results.map(({ recipe, predicted }) => [recipe, predicted])).toEqual([['mine', 4 + 2 + 4]])
+      expect(results[0]?.measured).toBeCloseTo(10, 1)
+    } finally {
+      Reflect.deleteProperty(recipes, 'mine')
     }
   })
 
