@@ -251,7 +251,7 @@ describe('recipes', () => {
   })
 
   test('every recipe has the bytes a parameter that its formats say, to 1 %', async () => {
-    const model = { ...recipesDefaults, batch: 1, sequence: 16, steps: 1 }
+    const model = { ...recipesDefaults, layers: 1, batch: 16, sequence: 16, steps: 1 }
     const { results } = await recipesBench({ ...model, device: device('cpu'), recipes: namedRecipes('all') })
     expect(results.map(({ recipe }) => recipe).sort()).toEqual(Object.keys(recipes).sort())
     for (const { recipe, measured, predicted, saved } of results) {
@@ -265,7 +265,7 @@ describe('recipes', () => {
     Object.assign(recipes, { mine })
     try {
       const added = namedRecipes('all').filter(({ name }) => name === 'mine')
-      const model = { ...recipesDefaults, batch: 1, sequence: 16, steps: 1 }
+      const model = { ...recipesDefaults, layers: 1, batch: 16, sequence: 16, steps: 1 }
       const { results } = await recipesBench({ ...model, device: device('cpu'), recipes: added })
       expect(results.map(({ recipe, predicted }) => [recipe, predicted])).toEqual([['mine', 4 + 2 + 4]])
       expect(results[0]?.measured).toBeCloseTo(10, 1)
