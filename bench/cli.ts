@@ -8,7 +8,7 @@ import { claim, type Table, textTable, writeWhole } from '../lib/report.ts'
 import { ceilingsOf } from './ceilings.ts'
 import { type FidelityOptions, fidelityBench, fidelityDefaults } from './fidelity.ts'
 import { batchRows, type FitOptions, findBatch, findModel, fitTable, modelRows, trial } from './fit.ts'
-import { layerBench, layerRows, layerTable } from './layer.ts'
+import { layerBench, layerRows, layerTable, layerWarmUp } from './layer.ts'
 import { opBench, opTable } from './measure.ts'
 import { type ModelName, modelNames } from './models.ts'
 import { casesLike } from './ops.ts'
@@ -37,7 +37,16 @@ import {
   recipeTable,
   writeRows,
 } from './row.ts'
-import { ledgerTable, type StepOptions, stepBench, stepDefaults, stepRows, stepTable } from './step.ts'
+import {
+  ledgerTable,
+  type StepOptions,
+  stepBench,
+  stepDefaults,
+  stepNotes,
+  stepRows,
+  stepTable,
+  timingNotes,
+} from './step.ts'
 
 /** Runs one command; `print` takes what it has to say. */
 export async function bench(args: readonly string[], print: (text: string) => void = console.log): Promise<void> {
@@ -257,18 +266,23 @@ function recipesOption(flags: string, usual: string): Option {
 }
 
 async function stepsOf(options: StepOptions, print: (text: string) => void): Promise<Row[]> {
-  const show = (results: readonly { recipe: string; ledger: readonly LedgerRow[] }[], table: Table) => {
-    print(textTable(table))
+  const show = (
+    results: readonly { recipe: string; ledger: readonly LedgerRow[] }[],
+    table: Table,
+    notes: readonly string[],
+  ) => {
+    print(`${textTable(table)}\n\n${notes.join('\n')}`)
     for (const { recipe, ledger } of results)
       print(`\n${recipe}, kept for backward:\n${textTable(ledgerTable(ledger))}`)
   }
   if (options.model === 'layer') {
     const results = await layerBench(options)
-    show(results, layerTable(results, options))
-    return layerRows(results, options)
+    const rows = layerRows(results, options)
+    show(results, layerTable(results, options), timingNotes(rows, 'layer/both', options.device, layerWarmUp))
+    return rows
   }
   const results = await stepBench(options)
-  show(results, stepTable(results, options))
+  show(results, stepTable(results, options), stepNotes(results, options))
   return stepRows(results, options)
 }
 

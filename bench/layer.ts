@@ -69,7 +69,7 @@ async function measure(options: StepOptions, recipe: StepOptions['recipes'][numb
     for (const param of block.parameters()) param.dropGrad()
   }
   let marks: [number, number, number][] = []
-  for (let i = 0; i < 3; i++) run()
+  for (let i = 0; i < layerWarmUp; i++) run()
   await device.sync()
   marks = []
   resetPeak()
@@ -86,6 +86,9 @@ async function measure(options: StepOptions, recipe: StepOptions['recipes'][numb
 function noise({ kind }: Device, format: 'f32' | 'bf16', rows: number, columns: number, seed: number): Tensor {
   return Tensor.own(native.random_normal(format, rows, columns, 0, 1, seed, kind)).keep()
 }
+
+/** Runs before those that are measured. */
+export const layerWarmUp = 3
 
 export function layerRows(results: readonly LayerResult[], options: StepOptions): Row[] {
   const { fields } = stepFields(options)

@@ -177,12 +177,24 @@ const sgd = (m: AnyFormat, formats: OpCase['formats']): OpCase => ({
   formats: { ...formats, m, clip: 'f32' },
   numbers: { lr: 1e-2, momentum: 0.9, gain: 1, weight_decay: 1e-4, nesterov: 0, seed: 1 },
 })
+// numbers of 16 bits as Wang et al. (2018) sum up
+const e6m9 = { range: 6, precision: 9, shift: 0, seed: 1 }
+const emulatedProduct = matmul('matmul_nt', { M: 128, N: 128, K: 256 }, 'f32', 'f32', 'f32', [square])
+const plainSgd = sgd('f32', { p: 'f32', g: 'f32' })
+const emulatedSgd: OpCase = {
+  ...plainSgd,
+  op: 'sgd_emulated',
+  numbers: { ...plainSgd.numbers, ...e6m9 },
+  words: { rounding: 'stochastic' },
+}
 
 export const opCases: readonly OpCase[] = [
   convert('bf16', 'e4m3/t'),
   convert('bf16', 'e5m2/t'),
   convert('bf16', 'e4m3/g16'),
   convert('e4m3/g16', 'bf16'),
+  convert('bf16', 'i8/g16'),
+  convert('i8/g16', 'bf16'),
   convert('f32', 'bf16'),
   convert('bf16', 'e4m3/g128'),
   convert('f32', 'e4m3/b128'),
@@ -335,11 +347,19 @@ export const opCases: readonly OpCase[] = [
   { op: 'gelu_forward', sizes: rows, formats: { x: 'e4m3/g16', y: 'e4m3/t' } },
   { op: 'gelu_backward', sizes: rows, formats: { dy: 'bf16', x: 'e4m3/g16', dx: 'bf16' } },
   { op: 'rope', sizes: attention, formats: { qkv: 'bf16', table: 'f32' }, numbers: { direction: 1 } },
+  {
+    op: 'matmul_nt_rope',
+    sizes: { ...attention, B: 1, K: 128 },
+    large: [{ B: 8, T: 2048, H: 32, J: 32, D: 128, K: 4096 }],
+    formats: { a: 'e4m3/t', b: 'e4m3/t', table: 'f32', y: 'bf16' },
+    flops: ({ B = 1, T = 1, H = 1, J = 1, D = 1, K = 1 }) => 2 * B * T * (H + 2 * J) * D * K,
+  },
   attentionCase('attention_forward', attentionForward, attentionChanges),
   attentionCase('attention_forward', { ...attentionForward, starts: 'i32' }, [{}]),
   attentionCase('attention_backward', attentionBackward, attentionChanges),
   attentionCase('attention_backward', { ...attentionBackward, starts: 'i32' }, [{}]),
-  attentionCase('attention_backward', { dout: 'bf16', qkv: 'e4m3/g16', out: 'e4m3/g16', dqkv: 'bf16' }, [{}]),
+  attentionCase('attention_backward', { dout: 'bf16', qkv: 'e4m3/g16', dqkv: 'bf16' }, [{}]),
+  attentionCase('attention_backward', { dout: 'bf16', qkv: 'i8/g16', dqkv: 'bf16' }, [{}]),
   { op: 'attention_center', sizes: attention, formats: { qkv: 'bf16' } },
   {
     op: 'attention_cached',
@@ -362,8 +382,8 @@ export const opCases: readonly OpCase[] = [
   {
     op: 'cross_entropy_forward',
     sizes: { M: 4096, V: 1024 },
-    formats: { logits: 'bf16', targets: 'i32', loss: 'f32', lse: 'f32' },
-    numbers: { ignore: -100, weight: 1 / 4096 },
+    formats: { logits: 'bf16', targets: 'i32', weight: 'f32', loss: 'f32', lse: 'f32' },
+    numbers: { ignore: -100 },
     expect: {
       result: 'lse',
       value: (i, values, { V = 1 }) => Math.log(sum(V, (k) => Math.exp(at(values, 'logits', i * V + k)))),
@@ -372,8 +392,8 @@ export const opCases: readonly OpCase[] = [
   {
     op: 'cross_entropy_backward',
     sizes: { M: 4096, V: 1024 },
-    formats: { dloss: 'f32', logits: 'bf16', targets: 'i32', lse: 'f32', dx: 'bf16' },
-    numbers: { ignore: -100, weight: 1 / 4096 },
+    formats: { dloss: 'f32', logits: 'bf16', targets: 'i32', lse: 'f32', weight: 'f32', dx: 'bf16' },
+    numbers: { ignore: -100 },
   },
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'f32', 'f32', 'f32', []),
   matmul('matmul_nt', { M: 2048, N: 384, K: 128 }, 'bf16', 'bf16', 'bf16', fewTokens),
@@ -421,6 +441,20 @@ export const opCases: readonly OpCase[] = [
   lion('e4m3/x128', { p: 'f32', g: 'bf16' }),
   sgd('f32', { p: 'f32', g: 'bf16' }),
   sgd('e4m3/x128', { p: 'f32', g: 'bf16' }),
+  {
+    op: 'round_to',
+    sizes: rows,
+    formats: { x: 'f32', y: 'f32' },
+    numbers: e6m9,
+    expect: { result: 'y', value: (i, values) => at(values, 'x', i), tolerance: 2 ** -10 },
+  },
+  {
+    ...emulatedProduct,
+    op: 'matmul_emulated',
+    numbers: { ...e6m9, chunk: 64 },
+    expect: { ...(emulatedProduct.expect as NonNullable<OpCase['expect']>), tolerance: 2 ** -7 },
+  },
+  emulatedSgd,
   {
     op: 'grad_norm',
     sizes: { L: 4, ...rows },

@@ -1,5 +1,6 @@
 // Trainer steps on random tokens: time and its parts, tokens and operations a second, bytes by purpose, and what backward
 // keeps by op and format.
+import { stepsBeforeGraph } from '../lib/graph.ts'
 import {
   type Batch,
   type Dataset,
@@ -12,8 +13,17 @@ import {
   Trainer,
   type TrainerOptions,
 } from '../lib/index.ts'
-import { native, type PoolUsage } from '../lib/native.ts'
-import { comparison, peakOf, peakQuantities, showBytes, showNumber, type Table } from '../lib/report.ts'
+import { type Bytes, native, type PoolUsage } from '../lib/native.ts'
+import {
+  comparison,
+  peakOf,
+  peakQuantities,
+  purposes,
+  showBytes,
+  showNumber,
+  showSplit,
+  type Table,
+} from '../lib/report.ts'
 import { ceilingsOf } from './ceilings.ts'
 import { Clock } from './clock.ts'
 import { configOf, flopsPerToken, type SizeOptions } from './models.ts'
@@ -23,7 +33,7 @@ import { makeRow, peakRows, type Row, recipeRows } from './row.ts'
 export interface StepOptions extends SizeOptions {
   device: Device
   recipes: readonly NamedRecipe[]
-  /** Steps that count, after one that does not. */
+  /** Steps that count, after one that does not, or with graphs those that run without and the one that is recorded. */
   steps: number
   batch: number
   /** Bytes that tensors may hold together. */
@@ -34,7 +44,7 @@ export interface StepOptions extends SizeOptions {
 
 export const stepDefaults = { steps: 5, batch: 8, sequence: 256 }
 
-/** Milliseconds of one step's parts; `host` is what queueing them took. */
+/** Milliseconds of one step's parts; `host` is what queueing them took. With graphs forward stands for backward, too. */
 export interface Parts {
   forward: number
   backward: number
@@ -62,12 +72,13 @@ export async function stepBench(options: StepOptions): Promise<StepResult[]> {
   for (const recipe of options.recipes) {
     const savedBy = async (layers: number) => peakOf((await train(recipe, { ...options, layers }, 1)).steps).saved
     const more = (await savedBy(2)) - (await savedBy(1))
-    const result = await train(recipe, options, options.steps + 1)
+    const before = options.trainer?.graph === true ? stepsBeforeGraph + 1 : 1
+    const result = await train(recipe, options, options.steps + before)
     results.push({
       ...result,
       recipe: recipe.name,
-      steps: result.steps.slice(1),
-      parts: result.parts.slice(1),
+      steps: result.steps.slice(before),
+      parts: result.parts.slice(before),
       savedPerTokenAndLayer: more / (options.batch * options.sequence),
     })
   }
@@ -164,6 +175,11 @@ export function stepRows(results: readonly StepResult[], options: StepOptions): 
     ),
     ...recipeRows(results, { ...step, name: `${program}/flops`, metric: 'flops', unit: 'TFLOP/s' }, rates),
     ...peakRows(results, program, fields),
+    ...purposes.flatMap((purpose) =>
+      recipeRows(results, { ...bytes, name: `${program}/at_peak/${purpose}` }, ({ steps }) => [
+        atPeakOf(steps)[purpose],
+      ]),
+    ),
     ...recipeRows(results, { ...bytes, name: `${program}/saved_per_token_and_layer` }, (of) => [
       of.savedPerTokenAndLayer,
     ]),
@@ -174,7 +190,7 @@ export function stepRows(results: readonly StepResult[], options: StepOptions): 
   for (const result of results) {
     const { recipe, pool, ledger } = result
     for (const [name, value] of Object.entries(
-      pool ? { reserved: pool.reservedPeak, driver: pool.total - pool.free } : {},
+      pool ? { used: pool.usedPeak, reserved: pool.reservedPeak, driver: pool.total - pool.free } : {},
     ))
       rows.push(makeRow({ ...bytes, recipe, name: `${program}/${name}` }, [value]))
     for (const { op, format, bytes: kept } of ledger)
@@ -194,6 +210,47 @@ export function stepRows(results: readonly StepResult[], options: StepOptions): 
 function peaksOf({ description }: Device): { name: string; peak: number }[] {
   const ceilings = ceilingsOf(description)
   return ceilings ? (['bf16', 'fp8'] as const).map((name) => ({ name, peak: ceilings[name] })) : []
+}
+
+/** What the numbers are of, how each recipe does against bf16, and where the bytes of the peak are. */
+export function stepNotes(results: readonly StepResult[], options: StepOptions): string[] {
+  const { program } = stepFields(options)
+  const rows = stepRows(results, options)
+  return [
+    ...timingNotes(rows, `${program}/time`, options.device, 1),
+    ...results.map(({ recipe, steps, pool }) => {
+      const split = `${recipe}, at its peak: ${showSplit(atPeakOf(steps))}`
+      return pool ? `${split}; in use by the driver's count: ${showBytes(pool.usedPeak)}` : split
+    }),
+  ]
+}
+
+/** Of the times of a name: device, sizes, warm-up, how many and how they spread, and which is slower than bf16. */
+export function timingNotes(rows: readonly Row[], name: string, { description }: Device, warmUp: number): string[] {
+  const times = rows.filter((row) => row.name === name)
+  const [{ shape, n } = { shape: {}, n: 0 }] = times
+  const sizes = Object.entries(shape).map(([letter, size]) => `${letter} ${size}`)
+  const spread = ({ recipe, p20, p80 }: Row) => `${recipe} ${showNumber(p20)} to ${showNumber(p80)}`
+  const bf16 = times.find(({ recipe }) => recipe === 'bf16')
+  const verdict = (row: Row, base: Row) => {
+    const ratio = row.median / base.median
+    const overlap = row.p20 <= base.p80 && base.p20 <= row.p80 ? ', within their spreads' : ''
+    const word = ratio > 1 ? 'slower' : ratio < 1 ? 'faster' : 'the same'
+    return `${row.recipe} takes ${ratio.toFixed(3)} × the time of bf16: ${word}${overlap}`
+  }
+  return [
+    `${description}; ${sizes.join(', ')}`,
+    `${warmUp} to warm up, then medians of n = ${n}; ms from p20 to p80: ${times.map(spread).join(', ')}`,
+    ...(bf16
+      ? times.filter((row) => row !== bf16).map((row) => verdict(row, bf16))
+      : ['bf16 is not among the recipes: there is no baseline']),
+  ]
+}
+
+/** What was held at the peak of the steps. */
+function atPeakOf(steps: readonly StepMetrics[]): Bytes {
+  const all = steps.map(({ memory }) => memory.atPeak)
+  return all.reduce((most, one) => (one.total > most.total ? one : most))
 }
 
 export function stepTable(results: readonly StepResult[], options: StepOptions): Table {
@@ -216,6 +273,7 @@ export function stepTable(results: readonly StepResult[], options: StepOptions):
         quantity(`% of ${peak} TFLOP/s (${name})`, `utilisation/${name}`),
       ),
       ...peakQuantities(results.map(({ steps }) => peakOf(steps))),
+      ...quantity('in use of the pool at its peak', 'used', showBytes),
       ...quantity('reserved by the pool', 'reserved', showBytes),
       ...quantity('in use on the device', 'driver', showBytes),
       ...quantity('saved bytes per token and layer', 'saved_per_token_and_layer'),

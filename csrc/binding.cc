@@ -1,13 +1,14 @@
-// Node's view: tensors behind number handles, memory, and one function a line of ops.def. With reader.h the only file
-// that knows Node.
+// Node's view: tensors behind number handles, memory, and one function a line of ops.def. With arguments.h and reader.h
+// all that knows Node.
 #include <napi.h>
 
-#include <cmath>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
 
+#include "arguments.h"
 #include "contract.h"
 #include "cpu/parallel.h"
 #include "cuda/device.h"
@@ -23,61 +24,6 @@ namespace {
 bool guard_wanted() {
   const char* text = std::getenv("COAT_GUARD");
   return text && *text && std::strcmp(text, "0") != 0;
-}
-
-Device parse_device(const std::string& word) {
-  if (word == "cpu") return Device::cpu;
-  if (word == "cuda") return Device::cuda;
-  fail("device", "device", "device is \"", word, "\" and must be \"cpu\" or \"cuda\"");
-}
-
-// Where a word stands in a list.
-template <class List>
-int position_of(const std::string& word, const List& list, const char* code, const std::string& name) {
-  std::string known;
-  int i = 0;
-  for (const auto& entry : list) {
-    if (word == entry) return i;
-    known += (i++ ? ", " : "") + std::string(entry);
-  }
-  fail(code, name, name, " is \"", word, "\" and must be one of ", known);
-}
-
-Purpose parse_purpose(const std::string& word) {
-  return static_cast<Purpose>(position_of(word, kPurposes, "purpose", "purpose"));
-}
-
-std::string text_argument(const Napi::Value& value, const std::string& name) {
-  if (!value.IsString()) fail("type", name, name, " is ", value.ToString().Utf8Value(), " and must be a string");
-  return value.As<Napi::String>().Utf8Value();
-}
-
-double number_argument(const Napi::Value& value, const std::string& name) {
-  if (!value.IsNumber() || std::isnan(value.As<Napi::Number>().DoubleValue()))
-    fail("type", name, name, " is ", value.ToString().Utf8Value(), " and must be a number");
-  return value.As<Napi::Number>().DoubleValue();
-}
-
-int64_t integer_argument(const Napi::Value& value, const std::string& name) {
-  const double x = number_argument(value, name);
-  if (x != std::floor(x) || std::abs(x) > 9007199254740991.0)
-    fail("type", name, name, " is ", x, " and must be an integer below 2^53");
-  return static_cast<int64_t>(x);
-}
-
-Shape shape_argument(const Napi::Value& value) {
-  if (!value.IsArray())
-    fail("type", "shape", "shape is ", value.ToString().Utf8Value(), " and must be an array of sizes");
-  const auto sizes = value.As<Napi::Array>();
-  if (sizes.Length() > kMaxRank)
-    fail("shape", "shape", "shape has ", sizes.Length(), " sizes and must have at most ", kMaxRank);
-  Shape shape;
-  shape.rank = static_cast<int>(sizes.Length());
-  for (int i = 0; i < shape.rank; ++i) {
-    shape.dims[i] = integer_argument(sizes.Get(i), "shape[" + std::to_string(i) + "]");
-    if (shape.dims[i] < 0) fail("shape", "shape", "shape[", i, "] is ", shape.dims[i], " and must not be negative");
-  }
-  return shape;
 }
 
 // An array of what `make` makes of each item.
@@ -249,7 +195,7 @@ class Call {
     }
     if (absent(argument, value)) return;
     const double handle = number_argument(value, argument.name);
-    field = addon_.memory.get(handle, argument.name);
+    field = addon_.memory.use(handle, argument.name);
     contract_.input(argument, field);
     if (is_changed(argument.mode)) changed_.push_back(handle);
   }
@@ -263,7 +209,7 @@ class Call {
     for (uint32_t i = 0; i < list.Length(); ++i) {
       const std::string label = argument.name + "[" + std::to_string(i) + "]";
       const double handle = number_argument(list.Get(i), label);
-      field.push_back(addon_.memory.get(handle, label));
+      field.push_back(addon_.memory.use(handle, label));
       contract_.list_item(argument, i, field.back());
       if (is_changed(argument.mode)) changed_.push_back(handle);
     }
@@ -322,6 +268,13 @@ Napi::Value free(const Napi::CallbackInfo& info) {
                                 [&] { addon_of(info).memory.free(number_argument(info[0], "tensor")); });
 }
 
+// What a graph cannot hold: the host would have to take part whenever it runs.
+void expect_unrecorded(Device device, const char* what) {
+  if (Graph::records(device))
+    fail("graph", "device", "a graph of device \"", word_of(device), "\" is being recorded, and ", what,
+         " cannot be part of it");
+}
+
 // write(tensor, bytes): codes, then scales, as many bytes as the tensor has.
 Napi::Value write(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "write", [&] {
@@ -330,6 +283,7 @@ Napi::Value write(const Napi::CallbackInfo& info) {
     if (!info[1].IsTypedArray()) fail("type", "bytes", "bytes must be a typed array");
     const auto bytes = info[1].As<Napi::TypedArray>();
     if (!bytes.Get("buffer").IsArrayBuffer()) fail("type", "bytes", "bytes must not lie in shared memory");
+    expect_unrecorded(tensor.device, "values that come from the host");
     const int64_t expected = bytes_of(tensor.format, tensor.shape);
     if (static_cast<int64_t>(bytes.ByteLength()) != expected)
       fail("shape", "bytes", "bytes has ", bytes.ByteLength(), " bytes and ", text_of(tensor), " has ", expected);
@@ -342,16 +296,17 @@ Napi::Value write(const Napi::CallbackInfo& info) {
   });
 }
 
-// clear(tensor): all its bytes 0, which is the value 0 in formats without scales.
-Napi::Value clear(const Napi::CallbackInfo& info) {
-  return addon_of(info).guarded(info.Env(), "clear", [&] {
+// fill(tensor, value): every element of an f32 or i32 tensor.
+Napi::Value fill(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "fill", [&] {
     const double handle = number_argument(info[0], "tensor");
     const Tensor& tensor = addon_of(info).memory.get(handle, "tensor");
-    const int64_t bytes = bytes_of(tensor.format, tensor.shape);
-    if (tensor.device == Device::cuda)
-      cuda::fill(tensor.data, 0, bytes);
-    else
-      std::memset(tensor.data, 0, bytes);
+    const bool whole = tensor.format == Format{DType::i32};
+    if (!whole && tensor.format != Format{DType::f32})
+      fail("format", "tensor", "tensor ", text_of(tensor), " must be f32 or i32");
+    const uint32_t bits = whole ? static_cast<uint32_t>(integer_argument(info[1], "value"))
+                                : std::bit_cast<uint32_t>(static_cast<float>(number_argument(info[1], "value")));
+    addon_of(info).memory.fill(tensor, bits);
     addon_of(info).memory.changed(handle);
   });
 }
@@ -360,6 +315,7 @@ Napi::Value clear(const Napi::CallbackInfo& info) {
 Napi::Value read(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "read", [&]() -> Napi::Value {
     const Tensor& tensor = addon_of(info).memory.get(number_argument(info[0], "tensor"), "tensor");
+    expect_unrecorded(tensor.device, "a read");
     const int64_t bytes = bytes_of(tensor.format, tensor.shape);
     if (tensor.device == Device::cuda) return addon_of(info).reader.read(tensor.data, bytes);
     auto buffer = Napi::ArrayBuffer::New(info.Env(), bytes);
@@ -382,6 +338,7 @@ Napi::Value open(const Napi::CallbackInfo& info) {
 Napi::Value sync(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "sync", [&]() -> Napi::Value {
     const Device device = parse_device(text_argument(info[0], "device"));
+    expect_unrecorded(device, "a wait");
     if (addon_of(info).profile) addon_of(info).profile->flush();
     if (device == Device::cuda) return addon_of(info).reader.read(nullptr, 0);
     auto deferred = Napi::Promise::Deferred::New(info.Env());
@@ -401,6 +358,7 @@ Napi::Value note(const Napi::CallbackInfo& info) {
 // mark(), elapsed(from, to), forgetMarks(): the clock of the CUDA device.
 Napi::Value mark(const Napi::CallbackInfo& info) {
   return addon_of(info).guarded(info.Env(), "mark", [&]() -> Napi::Value {
+    expect_unrecorded(Device::cuda, "a point in time");
     return Napi::Number::New(info.Env(), static_cast<double>(addon_of(info).marks.set()));
   });
 }
@@ -413,6 +371,29 @@ Napi::Value elapsed(const Napi::CallbackInfo& info) {
 Napi::Value forget_marks(const Napi::CallbackInfo& info) {
   addon_of(info).marks.forget();
   return info.Env().Undefined();
+}
+
+// beginGraph(device, reserve), endGraph(keep), runGraph(graph), freeGraph(graph): ops recorded, and run as one.
+Napi::Value begin_graph(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "graph", [&] {
+    if (addon_of(info).profile)
+      fail("graph", "device", "COAT_PROFILE takes the time of every op, which cannot be recorded; unset it");
+    addon_of(info).memory.begin(parse_device(text_argument(info[0], "device")), integer_argument(info[1], "reserve"));
+  });
+}
+Napi::Value end_graph(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "graph", [&]() -> Napi::Value {
+    const int64_t graph = addon_of(info).memory.end(info[0].ToBoolean().Value());
+    return Napi::Number::New(info.Env(), static_cast<double>(graph));
+  });
+}
+Napi::Value run_graph(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "graph",
+                                [&] { addon_of(info).memory.run(integer_argument(info[0], "graph")); });
+}
+Napi::Value free_graph(const Napi::CallbackInfo& info) {
+  return addon_of(info).guarded(info.Env(), "graph",
+                                [&] { addon_of(info).memory.drop(integer_argument(info[0], "graph")); });
 }
 
 // baseline(suggestion): products on CUDA by cuBLASLt, below 0 no longer; returns whether it is there.
@@ -449,15 +430,18 @@ Napi::Value memory(const Napi::CallbackInfo& info) {
   const Memory& memory = addon_of(info).memory;
   const auto& usage = memory.usage();
   auto result = Napi::Object::New(info.Env()), live = Napi::Object::New(info.Env()),
-       peak = Napi::Object::New(info.Env());
+       peak = Napi::Object::New(info.Env()), at_peak = Napi::Object::New(info.Env());
   for (int i = 0; i < kPurposeCount; ++i) {
     live.Set(kPurposes[i], static_cast<double>(usage.live[i]));
     peak.Set(kPurposes[i], static_cast<double>(usage.peak[i]));
+    at_peak.Set(kPurposes[i], static_cast<double>(usage.at_peak[i]));
   }
   live.Set("total", static_cast<double>(usage.live_total));
   peak.Set("total", static_cast<double>(usage.peak_total));
+  at_peak.Set("total", static_cast<double>(usage.peak_total));
   result.Set("live", live);
   result.Set("peak", peak);
+  result.Set("atPeak", at_peak);
   result.Set("tensors", static_cast<double>(usage.tensors));
   result.Set("infs", static_cast<double>(memory.infs()));
   return result;
@@ -563,7 +547,7 @@ Napi::Object init(Napi::Env env, Napi::Object exports) {
   set("make", make);
   set("free", free);
   set("write", write);
-  set("clear", clear);
+  set("fill", fill);
   set("read", read);
   set("open", open);
   set("sync", sync);
@@ -571,6 +555,10 @@ Napi::Object init(Napi::Env env, Napi::Object exports) {
   set("mark", mark);
   set("elapsed", elapsed);
   set("forgetMarks", forget_marks);
+  set("beginGraph", begin_graph);
+  set("endGraph", end_graph);
+  set("runGraph", run_graph);
+  set("freeGraph", free_graph);
   set("baseline", baseline);
   set("info", info_of);
   set("retag", retag);

@@ -182,6 +182,23 @@ struct BFloat16 {
   static COAT_HD float decode(uint16_t code) { return float_of(static_cast<uint32_t>(code) << 16); }
 };
 
+// Whole numbers from -127 to 127: round to nearest even, finite values and infinities saturate, NaN is the code -128.
+struct Int8 {
+  uint8_t code;
+  static constexpr int bits = 8;
+  static constexpr uint8_t nan = 0x80;
+  static COAT_HD constexpr float max() { return 127.f; }
+  static COAT_HD uint8_t encode(float x) {
+    const float above = x > -max() ? x : -max(), c = above < max() ? above : max();
+    const uint32_t whole = bits_of(c + kRoundToInteger);  // its lowest byte
+    return static_cast<uint8_t>(x == x ? whole : nan);
+  }
+  static COAT_HD float decode(uint8_t code) {
+    const float whole = static_cast<float>(static_cast<int8_t>(code));
+    return code == nan ? kNaN : whole;
+  }
+};
+
 struct Float32 {
   float code;
   static COAT_HD float encode(float x) { return x; }

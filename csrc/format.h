@@ -333,6 +333,7 @@ using F16T = PerTensor<Float16, DType::f16>;
 using E4M3T = PerTensor<E4M3, DType::e4m3>;
 using E5M2T = PerTensor<E5M2, DType::e5m2>;
 using E4M3G16 = Runs<E4M3, DType::e4m3, 16>;
+using I8G16 = Runs<Int8, DType::i8, 16>;
 using E4M3G64 = Runs<E4M3, DType::e4m3, 64>;
 using E4M3G128 = Runs<E4M3, DType::e4m3, 128>;
 using E4M3G256 = Runs<E4M3, DType::e4m3, 256>;

@@ -25,11 +25,11 @@ int64_t size_class(int64_t bytes) {
 }  // namespace
 
 Memory::~Memory() {
+  open_ = {};
+  graphs_.clear();
+  settle();
   for (auto& slot : slots_)
-    if (slot.live && slot.tensor.device == Device::cuda)
-      cuda::release(slot.tensor.data - (guard_ ? kDeviceGuard : 0));
-    else if (slot.live)
-      std::free(slot.tensor.data - (guard_ ? kGuard : 0));
+    if (slot.live) give_back(slot.tensor, slot.bytes);
   drop_idle();
   if (cuda_) cuda::close();
 }
@@ -43,25 +43,40 @@ int64_t Memory::drop_idle() {
   return dropped;
 }
 
-uint8_t* Memory::allocate(int64_t bytes) {
-  const int64_t size = size_class(bytes + (guard_ ? 2 * kGuard : 0) + 1);
-  uint8_t* block = nullptr;
+uint8_t* Memory::take(int64_t size) {
   auto found = idle_.find(size);
   if (found != idle_.end() && !found->second.empty()) {
-    block = found->second.back();
+    uint8_t* block = found->second.back();
     found->second.pop_back();
     idle_bytes_ -= size;
-  } else {
-    block = static_cast<uint8_t*>(std::aligned_alloc(64, size));
-    if (!block && drop_idle() > 0) block = static_cast<uint8_t*>(std::aligned_alloc(64, size));
-    if (!block)
-      fail("out_of_memory", "device", "out of memory on cpu: requested ", bytes, " bytes, ", usage_.live_total,
-           " bytes held by ", usage_.tensors, " tensors");
+    return block;
   }
+  auto* block = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+  if (!block && drop_idle() > 0) block = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+  return block;
+}
+
+uint8_t* Memory::take_recorded(int64_t size) {
+  if (uint8_t* block = arena_.allocate(size)) return block;
+  const int64_t bytes = Arena::rounded(std::max(size, Arena::kChunk));
+  auto* chunk = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
+  if (!chunk) return nullptr;
+  arena_.add(chunk, bytes);
+  return arena_.allocate(size);
+}
+
+uint8_t* Memory::allocate(int64_t bytes) {
+  const int64_t size = size_class(bytes + (guard_ ? 2 * kGuard : 0) + 1);
+  uint8_t* block = Graph::records(Device::cpu) ? take_recorded(size) : take(size);
+  if (!block)
+    fail("out_of_memory", "device", "out of memory on cpu: requested ", bytes, " bytes, ", usage_.live_total,
+         " bytes held by ", usage_.tensors, " tensors");
   if (!guard_) return block;
-  std::memset(block, kGuardByte, kGuard);
-  std::memset(block + kGuard, 0xff, bytes);
-  std::memset(block + kGuard + bytes, kGuardByte, kGuard);
+  Graph::on_cpu([block, bytes] {
+    std::memset(block, kGuardByte, kGuard);
+    std::memset(block + kGuard, 0xff, bytes);
+    std::memset(block + kGuard + bytes, kGuardByte, kGuard);
+  });
   return block + kGuard;
 }
 
@@ -82,12 +97,24 @@ uint8_t* Memory::allocate_on_device(int64_t bytes) {
 }
 
 void Memory::release(const Slot& slot) {
-  if (slot.tensor.device == Device::cuda) {
-    cuda::release(slot.tensor.data - (guard_ ? kDeviceGuard : 0));
+  const bool graphs = open_.graph || !graphs_.empty();
+  if (!slot.recorded && ((slot.used && graphs) || Graph::records(slot.tensor.device)))
+    kept_.emplace_back(slot.tensor, slot.bytes);  // what is recorded must not free what was there before
+  else
+    give_back(slot.tensor, slot.bytes);
+}
+
+void Memory::give_back(const Tensor& tensor, int64_t bytes) {
+  if (tensor.device == Device::cuda) {
+    cuda::release(tensor.data - (guard_ ? kDeviceGuard : 0));
     return;
   }
-  uint8_t* block = slot.tensor.data - (guard_ ? kGuard : 0);
-  const int64_t size = size_class(slot.bytes + (guard_ ? 2 * kGuard : 0) + 1);
+  uint8_t* block = tensor.data - (guard_ ? kGuard : 0);
+  if (arena_.release(block)) {
+    settle();
+    return;
+  }
+  const int64_t size = size_class(bytes + (guard_ ? 2 * kGuard : 0) + 1);
   if (idle_bytes_ + size > kIdleLimit) {
     std::free(block);
     return;
@@ -118,7 +145,10 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
   uint8_t* data = device == Device::cuda ? allocate_on_device(bytes) : allocate(bytes);
   if (format.scaling != Scaling::none) {  // the padding between codes and scales is part of what read() gives
     const int64_t codes = code_bytes(format.dtype, shape.numel()), padding = scales_offset(format, shape) - codes;
-    device == Device::cuda ? cuda::fill(data + codes, 0, padding) : void(std::memset(data + codes, 0, padding));
+    if (device == Device::cuda)
+      cuda::fill(data + codes, 0, padding);
+    else if (padding > 0)
+      Graph::on_cpu([=] { std::memset(data + codes, 0, padding); });
   }
   int64_t index;
   if (unused_.empty()) {
@@ -136,12 +166,13 @@ double Memory::make(const Format& format, const Shape& shape, Device device, Pur
   slot.version = 0;
   slot.generation += 1;
   slot.live = true;
+  slot.recorded = Graph::records(device);
+  slot.used = false;
   const int p = static_cast<int>(purpose);
   usage_.tensors += 1;
   usage_.live[p] += bytes;
   usage_.live_total += bytes;
-  usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
-  usage_.peak_total = std::max(usage_.peak_total, usage_.live_total);
+  note_peak();
   return static_cast<double>((slot.generation << kSlotBits) | index);
 }
 
@@ -158,6 +189,20 @@ const Memory::Slot& Memory::slot(double handle, const std::string& argument) con
 
 const Tensor& Memory::get(double handle, const std::string& argument) const { return slot(handle, argument).tensor; }
 
+const Tensor& Memory::use(double handle, const std::string& argument) {
+  Slot& used = slot(handle, argument);
+  if (open_.graph) used.used = true;
+  return used.tensor;
+}
+
+void Memory::fill(const Tensor& tensor, uint32_t word) {
+  const int64_t count = tensor.shape.numel();
+  if (tensor.device == Device::cuda)
+    cuda::fill_words(tensor.data, word, count);
+  else
+    Graph::on_cpu([data = tensor.as<uint32_t>(), count, word] { std::fill_n(data, count, word); });
+}
+
 // On the device the answer comes with the next wait.
 bool Memory::intact(const Slot& slot) const {
   if (slot.tensor.device == Device::cuda) {
@@ -172,7 +217,9 @@ bool Memory::intact(const Slot& slot) const {
 
 void Memory::free(double handle) {
   Slot& s = slot(handle, "tensor");
-  const bool damaged = guard_ && !intact(s);
+  // what is recorded has its guards when it runs, and only the device checks them then
+  const bool recorded_check = s.tensor.device == Device::cuda && Graph::records(Device::cuda);
+  const bool damaged = guard_ && (!s.recorded || recorded_check) && !intact(s);
   release(s);
   s.live = false;
   const int p = static_cast<int>(s.purpose);
@@ -189,15 +236,28 @@ void Memory::retag(double handle, Purpose purpose) {
   s.purpose = purpose;
   const int p = static_cast<int>(purpose);
   usage_.live[p] += s.bytes;
-  usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
+  note_peak();
+}
+
+// What is live is the largest so far, where it is. A purpose that is given later than its bytes is that of the peak,
+// too.
+void Memory::note_peak() {
+  for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = std::max(usage_.peak[p], usage_.live[p]);
+  if (usage_.live_total < usage_.peak_total) return;
+  usage_.peak_total = usage_.live_total;
+  std::copy(usage_.live, usage_.live + kPurposeCount, usage_.at_peak);
 }
 
 int64_t Memory::version(double handle) const { return slot(handle, "tensor").version; }
-void Memory::changed(double handle) { slot(handle, "tensor").version += 1; }
+void Memory::changed(double handle) {
+  slot(handle, "tensor").version += 1;
+  if (open_.graph) open_.changed.push_back(handle);
+}
 
 void Memory::reset_peak() {
-  for (int p = 0; p < kPurposeCount; ++p) usage_.peak[p] = usage_.live[p];
-  usage_.peak_total = usage_.live_total;
+  std::fill(usage_.peak, usage_.peak + kPurposeCount, 0);
+  usage_.peak_total = 0;
+  note_peak();
   if (cuda_) cuda::reset_pool_peak();
 }
 
@@ -206,7 +266,57 @@ int64_t Memory::infs() const { return status_->infs + (cuda_ ? cuda::status()->i
 void Memory::check_guards() const {
   if (!guard_) return;
   for (const auto& slot : slots_)
-    if (slot.live && !intact(slot)) fail("guard", "tensor", "memory outside of ", text_of(slot.tensor), " was written");
+    if (slot.live && !slot.recorded && !intact(slot))
+      fail("guard", "tensor", "memory outside of ", text_of(slot.tensor), " was written");
+}
+
+// ---- graphs ----
+
+void Memory::begin(Device device, int64_t reserve) { open_ = {std::make_unique<Graph>(device, reserve), {}}; }
+
+int64_t Memory::end(bool keep) {
+  if (!open_.graph) fail("graph", "graph", "no graph is being recorded");
+  Recording done = std::move(open_);
+  open_ = {};
+  try {
+    if (keep) {
+      done.graph->close();
+      graphs_.emplace(++last_graph_, std::move(done));
+      return last_graph_;
+    }
+  } catch (...) {
+    done = {};
+    settle();
+    throw;
+  }
+  done = {};
+  settle();
+  return 0;
+}
+
+void Memory::run(int64_t graph) {
+  const auto found = graphs_.find(graph);
+  if (found == graphs_.end()) fail("graph", "graph", "graph ", graph, " is none of the ", graphs_.size(), " there are");
+  found->second.graph->run();
+  for (double handle : found->second.changed) {
+    Slot& changed = slots_[static_cast<int64_t>(handle) & ((int64_t{1} << kSlotBits) - 1)];
+    if (changed.live && changed.generation == static_cast<int64_t>(handle) >> kSlotBits) changed.version += 1;
+  }
+}
+
+void Memory::drop(int64_t graph) {
+  graphs_.erase(graph);
+  settle();
+}
+
+// Without a graph, what was kept for one goes.
+void Memory::settle() {
+  if (open_.graph || !graphs_.empty()) return;
+  for (auto& slot : slots_) slot.used = false;
+  const auto kept = std::move(kept_);
+  kept_.clear();
+  for (const auto& [tensor, bytes] : kept) give_back(tensor, bytes);
+  if (!arena_.in_use()) arena_.drop([](uint8_t* chunk) { std::free(chunk); });
 }
 
 }  // namespace coat

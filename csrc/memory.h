@@ -5,7 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "tensor.h"
+#include "arena.h"
+#include "graph.h"
 
 namespace coat {
 
@@ -18,6 +19,7 @@ class Memory {
   struct Usage {
     int64_t live[kPurposeCount] = {}, peak[kPurposeCount] = {};
     int64_t live_total = 0, peak_total = 0;
+    int64_t at_peak[kPurposeCount] = {};  // live when the total was largest
     int64_t tensors = 0;
   };
 
@@ -31,6 +33,8 @@ class Memory {
   double make(const Format& format, const Shape& shape, Device device, Purpose purpose);
   // The tensor behind a handle; throws when it was freed or never was. `argument` is named in the error.
   const Tensor& get(double handle, const std::string& argument) const;
+  // The same for what an op reads or writes.
+  const Tensor& use(double handle, const std::string& argument);
   void free(double handle);
   void retag(double handle, Purpose purpose);
   int64_t version(double handle) const;
@@ -40,6 +44,16 @@ class Memory {
   // The most bytes that tensors may hold together; 0: no limit. Scratch inside a kernel does not count.
   void limit(int64_t bytes) { limit_ = bytes; }
   int64_t limit() const { return limit_; }
+  // Every element of a tensor of 4-byte elements.
+  void fill(const Tensor& tensor, uint32_t word);
+
+  // Ops of the device are recorded from begin() to end(), which numbers the graph, or drops it unless it is to be kept;
+  // run() runs it. Tensors that it uses are in memory until no graph is left, though their handles may be freed.
+  void begin(Device device, int64_t reserve);
+  int64_t end(bool keep);
+  void run(int64_t graph);
+  void drop(int64_t graph);
+
   // Whether the CUDA device was opened for a tensor.
   bool on_device() const { return cuda_; }
   // Throws when a byte outside a live tensor was written.
@@ -53,17 +67,28 @@ class Memory {
     Purpose purpose = Purpose::temp;
     int64_t bytes = 0, generation = 0, version = 0;
     bool live = false;
+    bool recorded = false;  // made for an open graph, in memory that is kept for graphs
+    bool used = false;      // by a graph
+  };
+  struct Recording {
+    std::unique_ptr<Graph> graph;
+    std::vector<double> changed;
   };
   const Slot& slot(double handle, const std::string& argument) const;
   Slot& slot(double handle, const std::string& argument) {
     return const_cast<Slot&>(static_cast<const Memory*>(this)->slot(handle, argument));
   }
   uint8_t* allocate(int64_t bytes);
+  uint8_t* take(int64_t size);
+  uint8_t* take_recorded(int64_t size);
   uint8_t* allocate_on_device(int64_t bytes);
   void release(const Slot& slot);
+  void give_back(const Tensor& tensor, int64_t bytes);
+  void settle();
   bool intact(const Slot& slot) const;
   void check_limit(const Format& format, const Shape& shape, int64_t bytes, Purpose purpose) const;
   int64_t drop_idle();
+  void note_peak();
 
   bool guard_;
   bool cuda_ = false;  // whether the device was opened
@@ -74,6 +99,11 @@ class Memory {
   std::vector<int64_t> unused_;
   std::map<int64_t, std::vector<uint8_t*>> idle_;  // freed blocks by size, for the next tensor of that size
   int64_t idle_bytes_ = 0;
+  Arena arena_;  // what graphs of the CPU work in
+  Recording open_;
+  std::map<int64_t, Recording> graphs_;
+  int64_t last_graph_ = 0;
+  std::vector<std::pair<Tensor, int64_t>> kept_;  // freed tensors that graphs use, and their bytes
 };
 
 }  // namespace coat

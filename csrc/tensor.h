@@ -41,8 +41,8 @@ template <class... Parts>
   throw Error(code, argument, text.str());
 }
 
-// d8, u8, d4, u4: codes of maps, of 8 or 4 bits, for signed and for positive numbers.
-enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, d8, u8, d4, u4, i32 };
+// i8: whole numbers. d8, u8, d4, u4: codes of maps, of 8 or 4 bits, for signed and for positive numbers.
+enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i8, d8, u8, d4, u4, i32 };
 // none: plain values. tensor: one f32 scale (/t). run: a scale a run of n in a row (/gN; bf16 rounded up for n = 16,
 // else f32), or a whole row (/r). block: an f32 scale a block of n x n of a matrix of rows() x cols() (/bN). flat: an
 // f32 scale a run of n over the flat tensor (/gN of maps). expand: the same with exponent k and centre (/xN).
@@ -70,6 +70,7 @@ inline constexpr struct {
     {"e4m3/t", {DType::e4m3, Scaling::tensor, 0}},
     {"e5m2/t", {DType::e5m2, Scaling::tensor, 0}},
     {"e4m3/g16", {DType::e4m3, Scaling::run, 16}},
+    {"i8/g16", {DType::i8, Scaling::run, 16}},
     {"e4m3/g64", {DType::e4m3, Scaling::run, 64}},
     {"e4m3/g128", {DType::e4m3, Scaling::run, 128}},
     {"e4m3/g256", {DType::e4m3, Scaling::run, 256}},

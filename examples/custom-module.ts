@@ -57,7 +57,7 @@ class NextByte extends Module implements TrainableModel {
     })
   }
 
-  loss(ids: Tensor, targets: Tensor, _sequence: number, weight: number): Tensor {
+  loss(ids: Tensor, targets: Tensor, _sequence: number, weight: ops.Weight): Tensor {
     return scope(() => ops.crossEntropy(this.forward(ids), targets, weight))
   }
 }

@@ -1,6 +1,14 @@
 // What each axis of a recipe may be, which values go together, and recipes made from others: of a row, and of a layer.
 import { CoatError, native } from './native.ts'
-import { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+import {
+  type Arithmetic,
+  type DelayedScaling,
+  type Emulation,
+  type LayerRecipe,
+  type Recipe,
+  type RecipeName,
+  recipes,
+} from './recipes.ts'
 import { type Format, isScaled } from './tensor.ts'
 
 /** A recipe as what it changes of another one: `{ base: 'coat', v: 'e5m2/x128' }`. */
@@ -12,7 +20,7 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
   return adamw?.arguments.find(({ name }) => name === moment)?.formats ?? []
 }
 
-type Axis = Exclude<keyof Recipe, 'layers'>
+type Axis = Exclude<keyof Recipe, 'layers' | 'emulated'>
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
@@ -25,7 +33,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
-  attention: ['stream', 'e4m3/g16'],
+  attention: ['stream', 'e4m3/g16', 'i8/g16'],
   param: ['f32', 'bf16', 'bf16x2', 'f16/t', 'e4m3/t'],
   master: ['f32', 'f16/t', null],
   rounding: ['nearest', 'stochastic', 'kahan'],
@@ -70,7 +78,7 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
       dwFrom === 'operands' || !isScaled(x) || (x === 'e4m3/r' && (param === 'f32' || param === 'bf16')),
   },
   {
-    text: "attention 'e4m3/g16' needs stream 'bf16'",
+    text: "attention other than 'stream' needs stream 'bf16'",
     holds: ({ attention, stream }) => attention === 'stream' || stream === 'bf16',
   },
   {
@@ -90,6 +98,11 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
+  },
+  {
+    text: 'emulated needs x, stream, param, dw, m and v f32',
+    holds: ({ emulated, x, stream, param, dw, m, v }) =>
+      !emulated || [x, stream, param, dw, m, v].every((format) => format === 'f32'),
   },
 ]
 
@@ -115,10 +128,11 @@ function rowOf(name: RecipeName, argument: string): Recipe {
 
 function checked(which: Recipe, where = ''): Recipe {
   for (const axis of Object.keys(which))
-    if (axis !== 'layers' && !Object.hasOwn(axes, axis))
+    if (axis !== 'layers' && axis !== 'emulated' && !Object.hasOwn(axes, axis))
       refuse(`axis '${where}${axis}' is unknown; the axes are ${Object.keys(axes).join(', ')}`, `${where}${axis}`)
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
+  if (which.emulated) checkEmulation(which.emulated, `${where}emulated.`)
   for (const [axis, legal] of Object.entries(axes)) {
     const value = which[axis as Axis]
     if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
@@ -152,6 +166,45 @@ function checkDelayed(scaling: DelayedScaling, where: string): void {
   demand('history', Number.isSafeInteger(history) && history >= 1, 'an integer of at least 1')
   demand('pick', picks.includes(pick), `one of ${picks.join(', ')}`)
   demand('margin', Number.isSafeInteger(margin) && Math.abs(margin) <= 64, 'an integer from -64 to 64')
+}
+
+function checkEmulation(emulation: Emulation, where: string): void {
+  const names = ['operand', 'sum', 'chunk', 'lossScale', 'update']
+  for (const name of Object.keys(emulation))
+    if (!names.includes(name))
+      refuse(`axis '${where}${name}' is unknown; an emulation has ${names.join(', ')}`, `${where}${name}`)
+  const { operand, sum, chunk, lossScale, update } = emulation
+  if (!Number.isSafeInteger(chunk) || chunk < 0)
+    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0`, `${where}chunk`)
+  const shift = Math.log2(lossScale)
+  if (!Number.isSafeInteger(shift) || shift < 0)
+    refuse(`${where}lossScale is ${lossScale} and must be a power of two of at least 1`, `${where}lossScale`)
+  const one = native.make('f32', [1], 'cpu', 'temp')
+  try {
+    for (const [name, word] of Object.entries({ operand, sum, ...(update !== null && { update }) }))
+      try {
+        native.free(native.round_to(one, ...arithmeticOf(word, lossScale), 0))
+      } catch (error) {
+        refuse(`${where}${name} is '${word}': ${(error as Error).message}`, `${where}${name}`)
+      }
+  } finally {
+    native.free(one)
+  }
+}
+
+/** What native ops take of a word such as `e5m2` or `q4.12/sr`, for what is multiplied by a power of two. */
+export function arithmeticOf(word: Arithmetic, lossScale = 1) {
+  const [, exponent, mantissa, before, behind, stochastic] = /^(?:e(\d+)m(\d+)|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
+  const [range, precision] = [exponent ?? before, mantissa ?? behind].map(Number)
+  if (range === undefined || precision === undefined || Number.isNaN(range))
+    throw new CoatError(
+      `arithmetic is '${word}' and must be eEmM or qI.F with numbers of bits, and /sr for stochastic rounding`,
+      'value',
+      'round_to',
+      'arithmetic',
+    )
+  const kind = exponent === undefined ? 'fixed' : 'float'
+  return [kind, range, precision, Math.log2(lossScale), stochastic === undefined ? 'nearest' : 'stochastic'] as const
 }
 
 function alone<Whole extends { layers?: unknown }>({ layers: _, ...rest }: Whole): Omit<Whole, 'layers'> {

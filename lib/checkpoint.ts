@@ -6,6 +6,7 @@ import type { SpikeGuard, SpikeState } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import type { Optimizer } from './optimizer.ts'
+import type { Ranks } from './ranks.ts'
 import type { Recipe } from './recipes.ts'
 import { Replacement } from './replace.ts'
 import { type Dtype, readSafetensors, type Stored, type TensorSource, writeSafetensors } from './safetensors.ts'
@@ -15,6 +16,8 @@ import type { Format, Tensor } from './tensor.ts'
 
 /** Of what a folder holds; another one is refused. */
 const version = 1
+
+const mostRanks = 2 ** 16
 
 /** When a trainer saves, and where. */
 export interface CheckpointOptions {
@@ -41,6 +44,9 @@ export interface Checkpointed {
     readonly optimizerInBackward: boolean
   }
   readonly guard: SpikeGuard | null
+  readonly ranks: Ranks
+  /** Whether a step is running: parameters, states and counters are not of one moment then. */
+  readonly busy: boolean
   batches: number
   skippedSteps: number
   skipsInARow: number
@@ -98,8 +104,9 @@ const plain: { readonly [Name in Format]?: Dtype } = { f32: 'F32', bf16: 'BF16' 
  * newest checkpoints (default: none). The folder is renamed into place when all is on the disk: a process that is killed
  * leaves the checkpoints before, and hidden leftovers that the next save removes. Resolves to the folder.
  *
- * model.safetensors has the parameters under the names of Hugging Face, optimizer.safetensors the states and scales of steps before: f32 and bf16 as
- * such, other formats as bytes (codes, then scales); the metadata give each tensor's format and shape.
+ * model.safetensors has the parameters under the names of Hugging Face, optimizer.safetensors the states and scales of steps
+ * before: f32 and bf16 as such, other formats as bytes (codes, then scales); the metadata give each tensor's format and shape.
+ * Of several ranks, which all call this, each writes the states that it has, whole tensors: `optimizer-00001-of-00002.safetensors`.
  */
 export async function saveCheckpoint(
   trainer: Checkpointed,
@@ -107,49 +114,76 @@ export async function saveCheckpoint(
   options: { keep?: number } = {},
 ): Promise<string> {
   const { keep = Number.POSITIVE_INFINITY } = options
+  expectIdle(trainer, 'saveCheckpoint')
   if (!(keep >= 1))
     throw new CoatError(`saveCheckpoint: keep is ${keep} and must be at least 1`, 'value', 'saveCheckpoint', 'keep')
-  const step = trainer.optimizer.steps
+  const { ranks } = trainer
   const replacement = new Replacement()
   try {
-    await mkdir(dir, { recursive: true })
-    for (const name of await readdir(dir)) if (leftover.test(name)) await rm(join(dir, name), { recursive: true })
-    const there = await foldersOf(dir)
-    for (const { folder, step: later } of there)
-      if (later > step && (await isComplete(folder)))
-        throw new CoatError(
-          `saveCheckpoint: ${folder} is later than step ${step}: resume from it, or save to another folder`,
-          'checkpoint',
-          'saveCheckpoint',
-          'dir',
-        )
-    // the same step again lies beside the old folder until it is complete
-    const repeats = there.filter((folder) => folder.step === step).map(({ repeat }) => repeat)
-    const suffix = repeats.length > 0 ? `-${Math.max(...repeats) + 1}` : ''
-    const target = join(dir, `step-${String(step).padStart(8, '0')}${suffix}`)
-    const folder = replacement.write(target)
-    await mkdir(folder)
-    const text = JSON.stringify(factsOf(trainer), null, 2)
-    await writeFile(join(folder, 'trainer.json'), `${text}\n`, { flush: true })
-    // these sync the folder when their files are in it, so its names are on the disk before it gets its own
-    for (const [file, entries] of Object.entries(entriesOf(trainer))) {
-      const metadata = { format: 'pt', ...Object.fromEntries(entries.map(({ name, word }) => [name, word])) }
-      const sources = entries.map(({ name, source }) => [name, source] as const)
-      await writeSafetensors(join(folder, `${file}.safetensors`), sources, {
-        metadata,
-        shardBytes: Number.POSITIVE_INFINITY,
-      })
+    const target = ranks.rank === 0 ? await targetOf(dir, trainer.optimizer.steps) : ''
+    const folder = await ranks.tell(target && replacement.write(target))
+    const { model, optimizer } = entriesOf(trainer)
+    if (ranks.rank === 0) {
+      await mkdir(folder)
+      const text = JSON.stringify(factsOf(trainer), null, 2)
+      await writeFile(join(folder, 'trainer.json'), `${text}\n`, { flush: true })
+      await writeEntries(join(folder, 'model.safetensors'), model)
     }
-    await replacement.commit()
-    await rotate(dir, target, keep)
-    return target
+    await ranks.sum(0) // the folder is there
+    await writeEntries(join(folder, optimizerFile(ranks)), optimizer)
+    await ranks.sum(0) // all files are
+    if (ranks.rank === 0) {
+      await replacement.commit()
+      await rotate(dir, target, keep)
+    }
+    return await ranks.tell(target)
   } catch (error) {
+    ranks.leave(error)
     await replacement.abort()
-    if (error instanceof CoatError) throw error
-    throw new CoatError(`saveCheckpoint: ${dir} cannot be written`, 'checkpoint', 'saveCheckpoint', 'dir', {
-      cause: error,
-    })
+    // that a file cannot be written matters more than which: its folder has a name for the time of writing
+    const { cause } = error as Error
+    if (error instanceof CoatError && !(cause instanceof Error)) throw error
+    const reason = cause instanceof Error ? cause : (error as Error)
+    throw new CoatError(
+      `saveCheckpoint: ${dir} cannot be written: ${reason.message}`,
+      'checkpoint',
+      'saveCheckpoint',
+      'dir',
+      { cause: reason },
+    )
   }
+}
+
+/** The folder that this step gets; leftovers of saves that were killed go. */
+async function targetOf(dir: string, step: number): Promise<string> {
+  await mkdir(dir, { recursive: true })
+  for (const name of await readdir(dir)) if (leftover.test(name)) await rm(join(dir, name), { recursive: true })
+  const there = await foldersOf(dir)
+  for (const { folder, step: later } of there)
+    if (later > step && (await isComplete(folder)))
+      throw new CoatError(
+        `saveCheckpoint: ${folder} is later than step ${step}: resume from it, or save to another folder`,
+        'checkpoint',
+        'saveCheckpoint',
+        'dir',
+      )
+  // the same step again lies beside the old folder until it is complete
+  const repeats = there.filter((folder) => folder.step === step).map(({ repeat }) => repeat)
+  const suffix = repeats.length > 0 ? `-${Math.max(...repeats) + 1}` : ''
+  return join(dir, `step-${String(step).padStart(8, '0')}${suffix}`)
+}
+
+// This syncs the folder when its file is in it, so its names are on the disk before it gets its own.
+async function writeEntries(file: string, entries: readonly Entry[]): Promise<void> {
+  const metadata = { format: 'pt', ...Object.fromEntries(entries.map(({ name, word }) => [name, word])) }
+  const sources = entries.map(({ name, source }) => [name, source] as const)
+  await writeSafetensors(file, sources, { metadata, shardBytes: Number.POSITIVE_INFINITY })
+}
+
+/** The states that one rank of several has are a file of their own. */
+function optimizerFile({ rank, count }: Pick<Ranks, 'rank' | 'count'>): string {
+  const number = (value: number) => String(value).padStart(5, '0')
+  return count === 1 ? 'optimizer.safetensors' : `optimizer-${number(rank + 1)}-of-${number(count)}.safetensors`
 }
 
 /**
@@ -157,13 +191,24 @@ export async function saveCheckpoint(
  * complete is passed over with a warning. Everything is compared before anything changes: other formats and shapes are
  * refused by name, and so are settings that change the result (recipe, model, optimizer, batches, data, schedule), but those
  * in `allow` (`'optimizer.lr'`, or `'optimizer'` for all of it), which become warnings, as does another number of steps.
- * If reading fails half-way, the trainer is of no more use.
+ * If reading fails half-way, the trainer is of no more use. The number of ranks is such a setting: the states of another
+ * number are found by their names, and stay as they are to the bit.
  */
 export async function loadCheckpoint(
   trainer: Checkpointed,
   dir: string,
   options: { allow?: readonly string[] } = {},
 ): Promise<Resumed> {
+  expectIdle(trainer, 'resume')
+  try {
+    return await newestOf(trainer, dir, options.allow ?? [])
+  } catch (error) {
+    trainer.ranks.leave(error)
+    throw error
+  }
+}
+
+async function newestOf(trainer: Checkpointed, dir: string, allow: readonly string[]): Promise<Resumed> {
   const warnings: string[] = []
   for (const { folder } of await foldersOf(dir)) {
     let saved: Saved
@@ -175,10 +220,12 @@ export async function loadCheckpoint(
       continue
     }
     const { facts, files } = saved
-    warnings.push(...compared(trainer, facts, ['steps', ...(options.allow ?? [])]))
+    warnings.push(...compared(trainer, facts, ['steps', ...allow]))
     const entries = entriesOf(trainer)
     matched(folder, entries.model, files.model)
-    matched(folder, entries.optimizer, files.optimizer)
+    const { params, owned } = trainer.optimizer
+    const others = params.filter((param) => !owned.includes(param)).map(({ name }) => name)
+    matched(folder, entries.optimizer, files.optimizer, others)
     const batches = batchesOf(trainer, facts)
     if (facts.data) trainer.options.data.restore?.(facts.data)
     await filled(entries.model, files.model)
@@ -200,8 +247,12 @@ export async function loadCheckpoint(
   )
 }
 
+function expectIdle({ busy }: Checkpointed, op: string): void {
+  if (busy) throw new CoatError(`${op}: a step is running; wait for it`, 'busy', op, 'trainer')
+}
+
 /** Checkpoint folders, complete or not, the newest first. */
-async function foldersOf(dir: string): Promise<{ folder: string; step: number; repeat: number }[]> {
+export async function foldersOf(dir: string): Promise<{ folder: string; step: number; repeat: number }[]> {
   const own = folderName.test(basename(dir))
   const names = own ? [''] : await readdir(dir).catch(() => [])
   return names
@@ -222,7 +273,7 @@ async function isComplete(folder: string): Promise<boolean> {
 /** Headers only; throws when a file is missing, cut or not what it should be. */
 async function opened(folder: string): Promise<Saved> {
   const path = join(folder, 'trainer.json')
-  const facts = JSON.parse(await readFile(path, 'utf8')) as Facts | null
+  const facts = factsIn(path, await readFile(path, 'utf8'))
   if (typeof facts?.version === 'number' && facts.version !== version)
     throw new CoatError(
       `resume: ${path} has version ${facts.version} and must have ${version}`,
@@ -233,11 +284,40 @@ async function opened(folder: string): Promise<Saved> {
   const counts = [facts?.version, facts?.step, facts?.batches, facts?.skippedSteps, facts?.skipsInARow]
   if (!facts?.settings || !counts.every((count) => Number.isSafeInteger(count) && (count as number) >= 0))
     throw new CoatError(`resume: ${path} has no version, counters and settings`, 'checkpoint', 'resume', 'dir')
-  const [model, optimizer] = await Promise.all([
-    readSafetensors(join(folder, 'model.safetensors')),
-    readSafetensors(join(folder, 'optimizer.safetensors')),
-  ])
-  return { facts, files: { model, optimizer } }
+  const count = (facts.settings.ranks ?? 1) as number
+  if (!Number.isSafeInteger(count) || count < 1 || count > mostRanks)
+    throw new CoatError(
+      `resume: ${path} is of ${JSON.stringify(count)} ranks, which must be an integer from 1 to ${mostRanks}`,
+      'checkpoint',
+      'resume',
+      'ranks',
+    )
+  const [model, ...parts] = await Promise.all(
+    ['model.safetensors', ...Array.from({ length: count }, (_, rank) => optimizerFile({ rank, count }))].map((file) =>
+      readSafetensors(join(folder, file)),
+    ),
+  )
+  const optimizer: Stored = { tensors: new Map(), metadata: Object.assign({}, ...parts.map((part) => part.metadata)) }
+  for (const [name, tensor] of parts.flatMap(({ tensors }) => [...tensors])) {
+    const other = optimizer.tensors.get(name)
+    if (other)
+      throw new CoatError(
+        `resume: tensor '${name}' lies in ${other.path} and also in ${tensor.path}`,
+        'checkpoint',
+        'resume',
+        name,
+      )
+    optimizer.tensors.set(name, tensor)
+  }
+  return { facts, files: { model: model as Stored, optimizer } }
+}
+
+function factsIn(path: string, text: string): Facts | null {
+  try {
+    return JSON.parse(text)
+  } catch (error) {
+    throw new CoatError(`resume: ${path} is no JSON: ${(error as Error).message}`, 'checkpoint', 'resume', 'dir')
+  }
 }
 
 /** Removes what is older than the `keep` newest complete ones, and other folders of the step just saved. */
@@ -258,12 +338,15 @@ async function rotate(dir: string, newest: string, keep: number): Promise<void> 
   }
 }
 
-/** Batches taken, in batches of the size that the trainer has now. */
-function batchesOf({ options }: Checkpointed, { batches, settings }: Facts): number {
-  const sequences = batches * (typeof settings.batch === 'number' ? settings.batch : options.batch)
-  if (sequences % options.batch === 0) return sequences / options.batch
+/** Batches taken, in batches of the size and of as many ranks as the trainer has now. */
+function batchesOf({ options, ranks }: Checkpointed, { batches, settings }: Facts): number {
+  const { batch = options.batch, ranks: count = 1 } = settings as { batch?: number; ranks?: number }
+  const sequences = batches * batch * count
+  const now = options.batch * ranks.count
+  if (sequences % now === 0) return sequences / now
+  const shown = (size: number, many: number) => (many === 1 ? `${size}` : `${size} on each of ${many} ranks`)
   throw new CoatError(
-    `resume: batch is ${options.batch} and must divide the ${sequences} sequences that were taken in batches of ${settings.batch}`,
+    `resume: batch is ${shown(options.batch, ranks.count)} and must divide the ${sequences} sequences that were taken in batches of ${shown(batch, count)}`,
     'settings',
     'resume',
     'batch',
@@ -289,7 +372,7 @@ function factsOf(trainer: Checkpointed): Facts {
 
 /** What changes the result, by name; of the schedule its factors at `places`. */
 function settingsOf(
-  { model, optimizer, options, guard }: Checkpointed,
+  { model, optimizer, options, guard, ranks }: Checkpointed,
   places: readonly number[],
 ): Record<string, unknown> {
   const { recipe, config = {} } = model
@@ -303,7 +386,8 @@ function settingsOf(
   const kept = recipe.flow === 'save' && recipe.saved !== recipe.stream ? { remade: recompute !== 'none' } : {}
   const update = optimizerInBackward ? { optimizerInBackward } : {}
   const spike = guard ? { spike: guard.options } : {}
-  return Object.fromEntries(flat({ ...all, ...kept, ...update, ...spike, data: order, schedule: factors }))
+  const several = ranks.count > 1 ? { ranks: ranks.count } : {}
+  return Object.fromEntries(flat({ ...all, ...kept, ...update, ...spike, ...several, data: order, schedule: factors }))
 }
 
 function flat(value: object, before = ''): [string, unknown][] {
@@ -344,7 +428,7 @@ function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]
       entryOf(name, tensor, [to - from, ...tensor.shape.slice(1)], from * rowBytes, (to - from) * rowBytes),
     )
   })
-  const states = optimizer.params.flatMap((param) =>
+  const states = optimizer.owned.flatMap((param) =>
     Object.entries(optimizer.stateOf(param)).flatMap(([what, tensor]: [string, Tensor | null]) =>
       tensor ? [entryOf(`${param.name}.${what}`, tensor, tensor.shape, 0, tensor.bytes)] : [],
     ),
@@ -377,8 +461,13 @@ function entryOf(name: string, tensor: Tensor, shape: readonly number[], from: n
   }
 }
 
-/** Both must have the same tensors, in the same formats and shapes. */
-function matched(folder: string, entries: readonly Entry[], { tensors, metadata }: Stored): void {
+/** Both must have the same tensors, in the same formats and shapes; the file also those of `others`, which other ranks have. */
+function matched(
+  folder: string,
+  entries: readonly Entry[],
+  { tensors, metadata }: Stored,
+  others: readonly string[] = [],
+): void {
   const refuse = (name: string, saved: string, here: string): never => {
     throw new CoatError(
       `resume: tensor '${name}' is ${saved} in ${folder} and ${here} here, and must be equal`,
@@ -388,7 +477,10 @@ function matched(folder: string, entries: readonly Entry[], { tensors, metadata 
     )
   }
   const words = new Map(entries.map(({ name, word }) => [name, word]))
-  for (const name of tensors.keys()) if (!words.has(name)) refuse(name, metadata[name] ?? 'there', 'absent')
+  const elsewhere = new Set(others)
+  for (const name of tensors.keys())
+    if (!words.has(name) && !elsewhere.has(name.replace(/\.[^.]*$/, '')))
+      refuse(name, metadata[name] ?? 'there', 'absent')
   for (const { name, word, bytes } of entries) {
     const stored = tensors.get(name)
     const saved = stored ? (metadata[name] ?? 'without a format') : 'absent'

@@ -26,6 +26,9 @@ export interface DataState {
 
 export interface Dataset {
   readonly sequence: number
+  /** For which of how many ranks its batches are, where it knows. */
+  readonly rank?: number
+  readonly world?: number
   /** Batch number `index` of `size` sequences: the same for the same index, whatever was asked before. */
   batch(index: number, size: number): Batch
   /** The first `count` held-out sequences, in batches of at most `size`. */
@@ -64,8 +67,8 @@ export abstract class OrderedDataset implements Dataset {
   readonly #name: string
   readonly #seed: number
   readonly #shuffle: boolean
-  readonly #rank: number
-  readonly #world: number
+  readonly rank: number
+  readonly world: number
   #position = 0
 
   protected constructor(name: string, options: Required<OrderOptions>, sequences: number, heldOutSequences: number) {
@@ -73,8 +76,8 @@ export abstract class OrderedDataset implements Dataset {
     this.sequence = options.sequence
     this.#seed = options.seed
     this.#shuffle = options.shuffle
-    this.#rank = options.rank
-    this.#world = options.world
+    this.rank = options.rank
+    this.world = options.world
     this.sequences = sequences
     this.heldOutSequences = heldOutSequences
   }
@@ -90,7 +93,7 @@ export abstract class OrderedDataset implements Dataset {
   batch(index: number, size: number): Batch {
     this.#expect('size', size, 1)
     this.#expect('index', index, 0)
-    return this.#take(index * size * this.#world, size)
+    return this.#take(index * size * this.world, size)
   }
 
   /** This rank's `size` sequences from `position` on. */
@@ -129,13 +132,13 @@ export abstract class OrderedDataset implements Dataset {
 
   #take(from: number, size: number): Batch {
     const numbers = Array.from({ length: size }, (_, row) => {
-      const at = from + this.#rank * size + row
+      const at = from + this.rank * size + row
       const epoch = Math.floor(at / this.sequences)
       const place = at % this.sequences
       return this.#shuffle ? permuted(place, this.sequences, [...halves(this.#seed), ...halves(epoch)]) : place
     })
     const batch = this.read(false, numbers)
-    this.#position = from + size * this.#world
+    this.#position = from + size * this.world
     return batch
   }
 
@@ -181,10 +184,14 @@ export function orderOf(name: string, options: OrderOptions): Required<OrderOpti
   const { sequence, seed = 0, shuffle = true, rank = 0, world = 1 } = options
   expectInteger(name, 'sequence', sequence, 1)
   expectInteger(name, 'seed', seed, 0)
+  expectRank(name, rank, world)
+  return { sequence, seed, shuffle, rank, world }
+}
+
+function expectRank(name: string, rank: number, world: number): void {
   expectInteger(name, 'world', world, 1)
   expectInteger(name, 'rank', rank, 0)
   if (rank >= world) refusal(name)('rank', `rank is ${rank} and must be below world, ${world}`)
-  return { sequence, seed, shuffle, rank, world }
 }
 
 export interface TextOptions {
@@ -195,6 +202,9 @@ export interface TextOptions {
   seed?: number
   /** Fraction held out for validation (default 0.05): whole documents where there are enough, else the end of the text. */
   heldOut?: number
+  /** Which of `world` processes this one is (default 0 of 1): they take turns, a batch each. */
+  rank?: number
+  world?: number
 }
 
 /** Documents of text, joined by blank lines; batches are windows at random places of the training part. */
@@ -203,14 +213,17 @@ export class TextDataset implements Dataset {
   readonly tokenizer: Tokenizer
   readonly train: Uint8Array | Int32Array
   readonly heldOut: Uint8Array | Int32Array
+  readonly rank: number
+  readonly world: number
   readonly #seed: number
   #position = 0
 
   constructor(documents: string | readonly string[], options: TextOptions) {
-    const { sequence, tokenizer = new ByteTokenizer(), seed = 0, heldOut = 0.05 } = options
+    const { sequence, tokenizer = new ByteTokenizer(), seed = 0, heldOut = 0.05, rank = 0, world = 1 } = options
     const fail = refusal('TextDataset')
     expectInteger('TextDataset', 'sequence', sequence, 1)
     expectInteger('TextDataset', 'seed', seed, 0)
+    expectRank('TextDataset', rank, world)
     if (!(heldOut > 0 && heldOut < 1)) fail('heldOut', `heldOut is ${heldOut} and must lie between 0 and 1`)
     const list = (typeof documents === 'string' ? [documents] : documents).filter((text) => text.trim() !== '')
     if (list.length === 0) fail('documents', 'documents hold no text')
@@ -239,13 +252,16 @@ export class TextDataset implements Dataset {
     this.tokenizer = tokenizer
     this.train = train
     this.heldOut = held
+    this.rank = rank
+    this.world = world
     this.#seed = seed
   }
 
   batch(index: number, size: number): Batch {
     const places = this.train.length - this.sequence
-    const starts = Array.from({ length: size }, (_, row) => place(this.#seed, index, row, places))
-    this.#position = (index + 1) * size
+    const turn = index * this.world + this.rank
+    const starts = Array.from({ length: size }, (_, row) => place(this.#seed, turn, row, places))
+    this.#position = (index + 1) * size * this.world
     return windows(this.train, starts, this.sequence)
   }
 

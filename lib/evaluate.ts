@@ -3,7 +3,7 @@ import { readFile } from 'node:fs/promises'
 import { setImmediate } from 'node:timers/promises'
 import { type Batch, expectInteger, type OrderedDataset, refusal } from './data.ts'
 import { JsonlDataset } from './jsonl.ts'
-import { documentStarts, ignoreIndex } from './ops.ts'
+import { documentStarts, ignoreIndex, type Weight } from './ops.ts'
 import { noGrad } from './tape.ts'
 import { type Device, scope, Tensor } from './tensor.ts'
 import { ByteTokenizer, type Tokenizer } from './tokenizer.ts'
@@ -13,7 +13,7 @@ import { isTokenFile, TokenDataset } from './tokens.ts'
 export interface Scorer {
   readonly device: Device
   /** weight · Σ cross-entropy over the targets that are not ignored, f32 [1]. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts?: Tensor | null): Tensor
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: Weight, starts?: Tensor | null): Tensor
 }
 
 export interface Evaluation {
@@ -25,12 +25,30 @@ export interface Evaluation {
   tokens: number
 }
 
+/** A batch on a device. */
+export interface Inputs {
+  /** i32 [B·T] */
+  ids: Tensor
+  /** i32 [B·T] */
+  targets: Tensor
+  /** i32 [B·T] */
+  starts: Tensor | null
+  sequence: number
+}
+
+export function inputsOf({ ids, targets, sequence, starts }: Batch, device: Device): Inputs {
+  const of = (values: Int32Array) => Tensor.from(values, [values.length], { device })
+  return {
+    ids: of(ids),
+    targets: of(targets),
+    starts: starts ? documentStarts(starts, sequence, device) : null,
+    sequence,
+  }
+}
+
 /** The model's loss of one batch, f32 [1]. */
-export function lossOf(model: Scorer, { ids, targets, sequence, starts }: Batch, weight: number): Tensor {
-  const { device } = model
-  const [inputs, labels] = [ids, targets].map((values) => Tensor.from(values, [values.length], { device }))
-  const documents = starts ? documentStarts(starts, sequence, device) : null
-  return model.loss(inputs as Tensor, labels as Tensor, sequence, weight, documents)
+export function lossOf(model: Scorer, { ids, targets, sequence, starts }: Inputs, weight: Weight): Tensor {
+  return model.loss(ids, targets, sequence, weight, starts)
 }
 
 /** Throws unless all ids of a batch, and all targets that are not ignored, lie in [0, vocabulary). */
@@ -59,7 +77,7 @@ export async function evaluate(model: Scorer, batches: Iterable<Batch>): Promise
   let sum = 0
   let tokens = 0
   for (const batch of batches) {
-    using loss = noGrad(() => scope(() => lossOf(model, batch, 1))).keep()
+    using loss = noGrad(() => scope(() => lossOf(model, inputsOf(batch, model.device), 1))).keep()
     sum += await loss.item()
     tokens += counted(batch.targets)
     await setImmediate()

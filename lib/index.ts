@@ -87,6 +87,7 @@ export {
   Optimizer,
   optimizerOf,
   type ParamState,
+  type PartOf,
   type Rounding,
   Sgd,
   type SgdOptions,
@@ -105,7 +106,16 @@ export {
   type OperandShares,
   sharpness,
 } from './probes.ts'
-export { type DelayedScaling, type LayerRecipe, type Recipe, type RecipeName, recipes } from './recipes.ts'
+export { localRanks, type Ranks } from './ranks.ts'
+export {
+  type Arithmetic,
+  type DelayedScaling,
+  type Emulation,
+  type LayerRecipe,
+  type Recipe,
+  type RecipeName,
+  recipes,
+} from './recipes.ts'
 export { MetricsFile, Progress, reportHtml } from './report.ts'
 export {
   type Dtype,

@@ -247,6 +247,10 @@ export async function* linesOf(file: string): AsyncGenerator<[number, string]> {
   const handle = await open(file).catch((error: Error) => {
     throw new CoatError(`JSON lines: ${file} cannot be opened: ${error.message}`, 'file', 'readJsonl', 'file')
   })
+  if ((await handle.stat()).isDirectory()) {
+    await handle.close()
+    throw new CoatError(`JSON lines: ${file} is a folder and must be a file`, 'file', 'readJsonl', 'file')
+  }
   for await (const chunk of handle.createReadStream() as AsyncIterable<Buffer>) {
     let start = 0
     for (let end = chunk.indexOf(10); end >= 0; end = chunk.indexOf(10, start)) {

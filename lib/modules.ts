@@ -1,10 +1,11 @@
 // Modules: parameters, and the layers of a decoder built from them after a recipe.
 import { layerRecipe, matcherOf, type RecipeChange, recipe } from './axes.ts'
 import type { KeyValues } from './cache.ts'
+import { roundInto } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
-import type { Recipe, RecipeName } from './recipes.ts'
+import type { Arithmetic, Recipe, RecipeName } from './recipes.ts'
 import { DelayedScale } from './scaler.ts'
 import { addGradient, retained, Tape } from './tape.ts'
 import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
@@ -57,6 +58,8 @@ export class Param implements GradientSink, Disposable {
   readonly decay: boolean
   readonly parts: readonly Part[]
   readonly gradFormat: Recipe['dw'] | null
+  /** What its values are rounded to where the recipe emulates that. */
+  readonly arithmetic: Arithmetic | null
   grad: Tensor | null = null
   /** Called in backward when `grad` is whole and the tensor may change. */
   onComplete: (() => void) | null = null
@@ -81,6 +84,8 @@ export class Param implements GradientSink, Disposable {
       )
       return (drawn === format ? values : Tensor.own(native.convert(values.handle, null, format))).keep()
     })
+    this.arithmetic = shape.length === 2 ? (build.recipe.emulated?.update ?? null) : null
+    this.#round()
     native.retag(this.tensor.handle, 'param')
     this.tensor.sink = this
     this.tensor.requiresGrad = true
@@ -141,6 +146,11 @@ export class Param implements GradientSink, Disposable {
     const { shape, device, format, handle } = this.tensor
     if (format === 'f32') native.write(handle, values)
     else scope(() => native.assign(handle, Tensor.from(values, shape, { device, format }).handle))
+    this.#round()
+  }
+
+  #round(): void {
+    if (this.arithmetic) roundInto(this.tensor.handle, this.arithmetic, 0)
   }
 
   dispose(): void {
@@ -220,7 +230,9 @@ export class Linear extends Module {
     super()
     const { recipe } = build
     const { inputs, outputs, std = 0.02 } = options
-    this.formats = linearFormats(recipe, options)
+    const { emulated } = recipe
+    const placed = emulated && !options.plain ? { emulated: { ...emulated, seed: seedOf(build.seed, name) } } : {}
+    this.formats = { ...linearFormats(recipe, options), ...placed }
     this.scales = options.plain ? null : delayedScales(build, name, this.formats)
     this.weight = new Param(build, `${name}.weight`, {
       ...matrixParam(recipe, outputs, inputs, std),
@@ -237,8 +249,8 @@ export class Linear extends Module {
       : null
   }
 
-  forward(x: Tensor): Tensor {
-    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats, this.scales)
+  forward(x: Tensor, turn: ops.HeadTurn | null = null): Tensor {
+    return ops.linear(x, this.weight.tensor, this.bias?.tensor ?? null, this.formats, this.scales, turn)
   }
 
   /** forward(swiglu(x)): x [M, 2·inputs] → [M, outputs]; consumes x. */
@@ -380,7 +392,7 @@ export class Attention extends Module {
   readonly sizes: AttentionSizes
   readonly stream: 'f32' | 'bf16'
   /** Format of what is kept for backward. */
-  readonly saved: 'f32' | 'bf16' | 'e4m3/g16'
+  readonly saved: 'f32' | 'bf16' | 'e4m3/g16' | 'i8/g16'
   readonly device: Device
   #rope: { sequence: number; table: Tensor } | null = null
 
@@ -420,18 +432,19 @@ export class Attention extends Module {
       const rotation = theta === null ? null : { theta, scaling: ropeScaling ?? null }
       return this.output.forward(past.attend(this, this.qkv.forward(x), { heads, kvHeads, headDim, rotation, window }))
     }
-    const mixed = ops.attention(this.qkv.forward(x), {
+    const rope = this.#table(sequence)
+    const turn = rope && ops.turnsHeads(this.qkv.formats) ? { rope, starts, heads, kvHeads, headDim } : null
+    const mixed = ops.attention(this.qkv.forward(x, turn), {
       sequence,
       heads,
       kvHeads,
       headDim,
       causal,
-      rope: this.#table(sequence),
+      rope,
+      turned: turn !== null,
       starts,
       window,
       saved: this.saved,
-      // one copy for backward and for a projection that quantizes what it reads
-      y: isScaled(this.saved) && isScaled(this.output.formats.x) ? this.saved : this.stream,
       dx: this.stream,
     })
     return this.output.forward(mixed)

@@ -4,11 +4,11 @@
 export type Handle = number
 
 /** Every format word (csrc/tensor.h). */
-export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
+export type AnyFormat = 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'i8/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128' | 'i32'
 
 export interface NativeOps {
   /** y = x in the format of y. A per-tensor scale is measured (largest finite |x| maps to the largest code; of f16, the power of two that is not below such a scale, as those of rows, and of runs and blocks with p2), or taken from scale, or kept when x has the format of y. x […], scale [1], y […]. */
-  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
+  convert(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'f16' | 'bf16x2' | 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g16' | 'i8/g16' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2' | 'e4m3/x64' | 'e4m3/x128' | 'e4m3/x256' | 'e5m2/g128' | 'e5m2/x128' | 'd8/g256' | 'u8/g256' | 'd4/g128' | 'u4/g128'): Handle
   /** y = x in the format of y as convert makes it, but no positive value becomes the code of 0: the smallest positive code instead. For second moments, which are divided by. x […], scale [1], y […]. */
   convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert, except in runs, which lie in the rows of y. x [M, N], scale [1], y [N, M]. */
@@ -61,9 +61,9 @@ export interface NativeOps {
   rope(table: Handle, qkv: Handle, starts: Handle | null, H: number, J: number, D: number, direction: number): void
   /** out = softmax(scale * q k^T) v by sequence of T rows and head; H query heads share J key/value heads; lse = log-sum-exp of each query's scores. A query sees the keys of its sequence, of its document when starts are given, up to itself when causal, and less than window rows away unless window is 0. qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H]. */
   attention_forward(qkv: Handle, starts: Handle | null, out: 'f32' | 'bf16', T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [out: Handle, lse: Handle]
-  /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv and out are rounded to bf16 first; without lse it is made again from qkv. With table, that of rope, the gradients of q and k are turned back. amax = largest |dqkv|. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], table [T, D], dqkv [B*T, (H+2*J)*D], amax [1]. */
-  attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle, lse: Handle | null, table: Handle | null, dqkv: 'f32' | 'bf16', amax: 'f32' | null, T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [dqkv: Handle, amax: Handle | null]
-  /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in FP8. qkv [B*T, (H+2*J)*D]. */
+  /** Gradient of attention_forward for q, k and v, packed as qkv is. Quantized qkv is rounded to bf16 first. Without out and lse both are made again from qkv: those of the values that a copy was made of would leave in the gradient of the scores what softmax takes out. With table, that of rope, the gradients of q and k are turned back. amax = largest |dqkv|. dout [B*T, H*D], qkv [B*T, (H+2*J)*D], starts [B*T], out [B*T, H*D], lse [B*T, H], table [T, D], dqkv [B*T, (H+2*J)*D], amax [1]. */
+  attention_backward(dout: Handle, qkv: Handle, starts: Handle | null, out: Handle | null, lse: Handle | null, table: Handle | null, dqkv: 'f32' | 'bf16', amax: 'f32' | null, T: number, H: number, J: number, D: number, causal: number, window: number, scale: number): [dqkv: Handle, amax: Handle | null]
+  /** Takes from every column of the keys of qkv its mean over each sequence of T rows, in place: to attention and its gradients that makes no difference, and what is left loses less in 8 bits. qkv [B*T, (H+2*J)*D]. */
   attention_center(qkv: Handle, T: number, H: number, J: number, D: number): void
   /** Attention of M rows that follow first other ones of one sequence: their k and v go to the rows of cache from first on, in place; out = softmax(scale * q k^T) v over the cache up to the row itself, of it the last window rows unless window is 0; H query heads share J key/value heads. qkv [M, (H+2*J)*D], cache [T, 2*J*D], out [M, H*D]. */
   attention_cached(qkv: Handle, cache: Handle, out: 'f32' | 'bf16', H: number, J: number, D: number, first: number, window: number, scale: number): Handle
@@ -71,12 +71,14 @@ export interface NativeOps {
   embedding_forward(ids: Handle, w: Handle, y: 'f32' | 'bf16'): Handle
   /** dw[v] = sum of dy[m] over the m with ids[m] = v, in ascending m, in FP32. ids [M], dy [M, N], dw [V, N]. */
   embedding_backward(ids: Handle, dy: Handle, dw: 'f32' | 'bf16', V: number): Handle
-  /** loss = weight * sum over rows of lse[m] - logits[m, targets[m]]; rows whose target is ignore add nothing. lse in FP32, the sum in FP64. logits [M, V], targets [M], loss [1], lse [M]. */
-  cross_entropy_forward(logits: Handle, targets: Handle, ignore: number, weight: number): [loss: Handle, lse: Handle]
-  /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], dx [M, V]. */
-  cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, dx: 'f32' | 'bf16', ignore: number, weight: number): Handle
+  /** loss = weight * sum over rows of lse[m] - logits[m, targets[m]]; rows whose target is ignore add nothing. lse in FP32, the sum in FP64. logits [M, V], targets [M], weight [1], loss [1], lse [M]. */
+  cross_entropy_forward(logits: Handle, targets: Handle, weight: Handle, ignore: number): [loss: Handle, lse: Handle]
+  /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], weight [1], dx [M, V]. */
+  cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, weight: Handle, dx: 'f32' | 'bf16', ignore: number): Handle
   /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; those of tensors and rows multiply the sum; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
   matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
+  /** y = a b^T (+ bias in every row) with q and k turned as rope turns them, all in FP32 as in matmul_nt; y is rounded once. table [T, D], a [B*T, K], b [(H+2*J)*D, K], bias [(H+2*J)*D], starts [B*T], y [B*T, (H+2*J)*D]. */
+  matmul_nt_rope(table: Handle, a: Handle, b: Handle, bias: Handle | null, starts: Handle | null, H: number, J: number, D: number): Handle
   /** y = a b; amax as in matmul_nt. a [M, K], b [K, N], y [M, N], amax [1]. */
   matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
   /** y = a^T b; amax as in matmul_nt. a [K, M], b [K, N], y [M, N], amax [1]. */
@@ -93,6 +95,12 @@ export interface NativeOps {
   lion(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, beta1: number, gain1: number, beta2: number, gain2: number, weight_decay: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
   /** SGD with momentum on a list of parameters: d = g + weight_decay p, m = momentum m + gain d, p -= lr m, or p -= lr (d + momentum m) with nesterov; clip, master, lost and rounding as in adamw. p […], master […], lost […], g […], m […], clip [2]. */
   sgd(p: readonly Handle[], master: readonly Handle[] | null, lost: readonly Handle[] | null, g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, momentum: number, gain: number, weight_decay: number, nesterov: number, rounding: 'nearest' | 'stochastic' | 'kahan', seed: number): void
+  /** y = x rounded to numbers of this arithmetic. x […], y […]. */
+  round_to(x: Handle, arithmetic: 'float' | 'fixed', range: number, precision: number, shift: number, rounding: 'nearest' | 'stochastic', seed: number): Handle
+  /** y = a b^T (+ bias in every row): every sum of an exact product and of chunks of `chunk` products is rounded, in order; with chunk 0 y alone is, its sum being FP64. a [M, K], b [N, K], bias [N], y [M, N]. */
+  matmul_emulated(a: Handle, b: Handle, bias: Handle | null, chunk: number, arithmetic: 'float' | 'fixed', range: number, precision: number, shift: number, rounding: 'nearest' | 'stochastic', seed: number): Handle
+  /** sgd in three steps that are each rounded: d = g + weight_decay p, m = momentum m + gain d, p -= lr m, or p -= lr (d + momentum m) with nesterov; clip as in adamw. p […], g […], m […], clip [2]. */
+  sgd_emulated(p: readonly Handle[], g: readonly Handle[], m: readonly Handle[], clip: Handle | null, lr: number, momentum: number, gain: number, weight_decay: number, nesterov: number, arithmetic: 'float' | 'fixed', range: number, precision: number, shift: number, rounding: 'nearest' | 'stochastic', seed: number): void
   /** norm = sqrt of the sum of all squares (pieces of 16 in FP32, added in FP64, fixed by shape), norms one a tensor; clip = [factor, skip]: factor = min(1, max_norm / norm), 1 when max_norm is 0; skip = 1 when a value is not finite. g […], norm [1], norms [L], clip [2]. */
   grad_norm(g: readonly Handle[], max_norm: number): [norm: Handle, norms: Handle, clip: Handle]
   /** y[i] = mean + std * standard normal of (seed, i): the same bits on every device. y [M, N]. */

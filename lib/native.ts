@@ -32,6 +32,8 @@ export interface MemoryUsage {
   live: Bytes
   /** Largest number of bytes held at once, purpose by purpose, since the start or `resetPeak()`. */
   peak: Bytes
+  /** What was held when all was most: its parts are of one moment and add up. */
+  atPeak: Bytes
   /** Tensors alive. */
   tensors: number
   /** Infinities that a quantizing store saturated, since the start. */
@@ -94,8 +96,8 @@ export interface Native extends NativeOps {
   free(tensor: Handle): void
   /** Replaces the bytes of a tensor: codes, then scales. */
   write(tensor: Handle, bytes: NodeJS.TypedArray): void
-  /** Sets all bytes of a tensor to 0: the value 0 in formats without scales. */
-  clear(tensor: Handle): void
+  /** Sets every element of an f32 or i32 tensor. */
+  fill(tensor: Handle, value: number): void
   read(tensor: Handle): Promise<ArrayBuffer>
   /** Says what the device is; throws `no_cuda` with what was found when it cannot be used. */
   open(device: DeviceKind): string
@@ -106,6 +108,14 @@ export interface Native extends NativeOps {
   mark(): number
   elapsed(from: number, to: number): number
   forgetMarks(): void
+  /**
+   * What is queued on the device from now to `endGraph` is recorded, not run; `reserve`: bytes that it may need at once.
+   * `endGraph` gives the graph, or drops it unless it is to be kept; what it uses stays in memory while there are graphs.
+   */
+  beginGraph(device: DeviceKind, reserve: number): void
+  endGraph(keep: boolean): number
+  runGraph(graph: number): void
+  freeGraph(graph: number): void
   /** Products on CUDA are from now on made by cuBLASLt, by that one of its suggestions, below 0 no longer; whether it is there. */
   baseline(suggestion: number): boolean
   info(tensor: Handle): TensorInfo

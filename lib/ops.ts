@@ -1,4 +1,5 @@
 // Differentiable operations: native forward, what the tape keeps, native backward. Formats are asked for, never chosen here.
+import { emulatedLinear, type PlacedEmulation } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import { showOperands } from './operands.ts'
@@ -6,6 +7,7 @@ import type { DelayedScale } from './scaler.ts'
 import { remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
 
+export { matmulEmulated, roundTo } from './emulate.ts'
 export * from './rotation.ts'
 
 type Plain = 'f32' | 'bf16'
@@ -28,6 +30,8 @@ export interface LinearFormats {
   dx: Plain
   /** Result dw [N, K]. */
   dw: Plain
+  /** Arithmetic that is imitated; all formats are then f32. */
+  emulated?: PlacedEmulation
 }
 
 /** Scales of the operands of one product from steps before, where they are not measured. */
@@ -53,12 +57,14 @@ export function linear(
   b: Tensor | null,
   formats: LinearFormats,
   scales: LinearScales | null = null,
+  turn: HeadTurn | null = null,
 ): Tensor {
+  if (formats.emulated) return emulatedLinear(x, w, b, formats.emulated)
   const tape = recordedBy(x, w, b)
   scales?.x.give(x, tape !== null)
   scales?.w.give(w, tape !== null)
   const xq = x.as(formats.x)
-  const y = product(xq, w, b, formats)
+  const y = product(xq, w, b, formats, turn)
   if (!tape) return y
   const own = formats.dwFrom ?? formats.x
   const across = hasRuns(own)
@@ -78,11 +84,38 @@ export function linear(
 
 const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
 
-/** x wᵀ + b of an operand x [M, K]. */
-function product(xq: Tensor, w: Tensor, b: Tensor | null, formats: LinearFormats): Tensor {
+/** How q and k of the rows of a product are turned by position (`ropeTable`); the gradient of attention turns back. */
+export type HeadTurn = Pick<AttentionOptions, 'starts' | 'heads' | 'kvHeads' | 'headDim'> & { rope: Tensor }
+
+/** Whether `linear` can turn what it makes, before its one rounding. */
+export function turnsHeads({ x, y }: LinearFormats): boolean {
+  return y === 'bf16' && (x === 'bf16' || x === 'e4m3/t')
+}
+
+/** x wᵀ + b of an operand x [M, K], turned if asked. */
+function product(
+  xq: Tensor,
+  w: Tensor,
+  b: Tensor | null,
+  formats: LinearFormats,
+  turn: HeadTurn | null = null,
+): Tensor {
   const wq = w.as(formats.w)
   if (Tape.current) showOperands(w, { x: xq, w: wq })
-  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, b?.handle ?? null, formats.y, null)[0], formats.y)
+  const bias = b?.handle ?? null
+  const handle = turn
+    ? native.matmul_nt_rope(
+        turn.rope.handle,
+        xq.handle,
+        wq.handle,
+        bias,
+        turn.starts?.handle ?? null,
+        turn.heads,
+        turn.kvHeads,
+        turn.headDim,
+      )
+    : native.matmul_nt(xq.handle, wq.handle, bias, formats.y, null)[0]
+  const y = Tensor.own(handle, formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
   return y
@@ -384,28 +417,28 @@ export interface AttentionOptions {
   causal: boolean
   /** Cosines and sines f32 [T, D] (`ropeTable`), or null for no rotation. */
   rope: Tensor | null
+  /** Whether q and k come turned (`linear` with a turn), so that only their gradients are left to be. */
+  turned?: boolean
   /** Where the document of each row begins, i32 [B·T] (`documentStarts`): rows see, and count positions from, their own. */
   starts?: Tensor | null
   /** A row sees those less than `window` rows away (default 0: all). */
   window?: number
-  /** What is kept of qkv and of the output for backward: themselves and one f32 a head, or `e4m3/g16` copies alone. */
-  saved?: Plain | 'e4m3/g16'
-  /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
-  y?: Plain | 'e4m3/g16'
+  /** What is kept for backward: qkv, the output and one f32 a head, or an 8-bit copy of qkv alone. */
+  saved?: Plain | 'e4m3/g16' | 'i8/g16'
   /** Format of gradients. */
   dx: Plain
 }
 
 /**
  * Softmax attention on packed rows: qkv [B·T, (H + 2J)·D] → [B·T, H·D], J key/value heads shared by H query heads.
- * Consumes qkv: RoPE turns it in place.
+ * Consumes qkv: RoPE turns it in place, unless it comes turned.
  */
 export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   const { sequence: T, heads: H, kvHeads: J, headDim: D, rope, starts = null, window = 0, saved } = options
   const scale = 1 / Math.sqrt(D)
   const causal = options.causal ? 1 : 0
   const documents = starts?.handle ?? null
-  if (rope) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
+  if (rope && !options.turned) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
   const format = qkv.format as Plain
   const [outHandle, lseHandle] = native.attention_forward(
     qkv.handle,
@@ -419,27 +452,23 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     window,
     scale,
   )
-  let out = Tensor.own(outHandle, format)
-  if (options.y && options.y !== format) {
-    const plain = out
-    out = Tensor.own(native.convert(outHandle, null, options.y), options.y)
-    plain.dispose()
-  }
+  const out = Tensor.own(outHandle, format)
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out
-  // of quantized q and k the softmax has to be normalized anew: lse is that of others
-  if (saved === 'e4m3/g16') native.attention_center(qkv.handle, T, H, J, D)
-  const kept = saved === 'e4m3/g16' ? [qkv.as(saved), out.as(saved)] : [qkv, out, lse]
+  // out and lse are those of qkv: of a copy backward makes its own
+  const copies = saved !== undefined && isScaled(saved)
+  if (copies) native.attention_center(qkv.handle, T, H, J, D)
+  const kept = copies ? [qkv.as(saved)] : [qkv, out, lse]
   const amaxWanted = qkv.gradientFormat ? 'f32' : null
-  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, third]) => {
-    if (!qkv || !out) return []
+  tape.push('attention', [qkv], out, starts ? [...kept, starts] : kept, (dout, [qkv, out, lse]) => {
+    if (!qkv) return []
     const [handle, amax] = native.attention_backward(
       dout.handle,
       qkv.handle,
       documents,
-      out.handle,
-      kept.length === 3 ? (third as Tensor).handle : null,
+      copies ? null : (out as Tensor).handle,
+      copies ? null : (lse as Tensor).handle,
       rope?.handle ?? null,
       options.dx,
       amaxWanted,
@@ -492,29 +521,28 @@ export const ignoreIndex = -100
  * weight · Σ (log-sum-exp(logits[m]) − logits[m, targets[m]]) over the rows that are not ignored → f32 [1]. With weight
  * 1 / (number of such rows in all micro-batches of a step) the sum over micro-batches is the mean by tokens.
  */
-export function crossEntropy(logits: Tensor, targets: Tensor, weight: number): Tensor {
-  if (!Number.isFinite(weight)) refuse('crossEntropy', 'weight', weight, 'finite')
-  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, targets.handle, ignoreIndex, weight)
+export function crossEntropy(logits: Tensor, targets: Tensor, weight: Weight): Tensor {
+  const factor = weightOf('crossEntropy', weight, logits)
+  const given = [logits, targets, factor].map(({ handle }) => handle) as [Handle, Handle, Handle]
+  const [lossHandle, lseHandle] = native.cross_entropy_forward(...given, ignoreIndex)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
   const format = logits.format as Plain
-  recordedBy(logits)?.push('cross_entropy', [logits], loss, [logits, targets, lse], (dloss, [logits, targets, lse]) => {
-    if (!logits || !targets || !lse) return []
-    return [
-      Tensor.own(
-        native.cross_entropy_backward(
-          dloss.handle,
-          logits.handle,
-          targets.handle,
-          lse.handle,
-          format,
-          ignoreIndex,
-          weight,
-        ),
-      ),
-    ]
+  const saved = [logits, targets, lse, factor]
+  recordedBy(logits)?.push('cross_entropy', [logits], loss, saved, (dloss, saved) => {
+    const read = [dloss, ...saved].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle, Handle]
+    return [Tensor.own(native.cross_entropy_backward(...read, format, ignoreIndex))]
   })
   return loss
+}
+
+/** A finite number, or f32 [1] where it is read when the loss is made: in a graph it may differ every time. */
+export type Weight = number | Tensor
+
+function weightOf(op: string, weight: Weight, { device }: Tensor): Tensor {
+  if (weight instanceof Tensor) return weight
+  if (!Number.isFinite(weight)) refuse(op, 'weight', weight, 'finite')
+  return Tensor.full([1], weight, { device })
 }
 
 export interface LossOptions {
@@ -537,10 +565,9 @@ export function linearCrossEntropy(
   x: Tensor,
   w: Tensor,
   targets: Tensor,
-  weight: number,
+  weight: Weight,
   { format, dw: dwFormat, chunk }: LossOptions,
 ): Tensor {
-  if (!Number.isFinite(weight)) refuse('linearCrossEntropy', 'weight', weight, 'finite')
   if (chunk !== undefined && (!Number.isSafeInteger(chunk) || chunk < 1))
     refuse('linearCrossEntropy', 'chunk', chunk, 'an integer of at least 1')
   const [M, N] = x.shape as [number, number]
@@ -548,9 +575,10 @@ export function linearCrossEntropy(
   const rows = chunk ?? Math.max(1, Math.floor(logitBytes / rowBytes / 128)) * 128
   const tape = recordedBy(x, w)
   const [loss, dx, dw] = scope(() => {
-    const one = tape ? Tensor.from([1], [1], { device: x.device }) : null
+    const factor = weightOf('linearCrossEntropy', weight, x)
+    const one = tape ? Tensor.full([1], 1, { device: x.device }) : null
     const part = (from: number, R: number, held: Tensor | null = null) =>
-      lossOfRows(x, w, targets, weight, { format, dw: dwFormat }, one, from, R, held)
+      lossOfRows(x, w, targets, factor, { format, dw: dwFormat }, one, from, R, held)
     if (M <= rows) return part(0, M)
     const dx = tape && x.requiresGrad ? Tensor.own(native.make(format, [M, N], x.device, 'temp')) : null
     let loss: Tensor | null = null
@@ -591,7 +619,7 @@ function lossOfRows(
   x: Tensor,
   w: Tensor,
   targets: Tensor,
-  weight: number,
+  weight: Tensor,
   { format, dw }: LossOptions,
   one: Tensor | null,
   from: number,
@@ -604,12 +632,12 @@ function lossOfRows(
   const xr = whole ? xs : Tensor.own(native.slice_rows(xs.handle, format, from, R))
   const ids = whole ? targets : Tensor.own(native.slice(targets.handle, 'i32', from, R))
   const logits = Tensor.own(native.matmul_nt(xr.handle, ws.handle, null, format, null)[0])
-  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, ignoreIndex, weight)
+  const [lossHandle, lseHandle] = native.cross_entropy_forward(logits.handle, ids.handle, weight.handle, ignoreIndex)
   const loss = Tensor.own(lossHandle)
   const lse = Tensor.own(lseHandle)
   if (!one) return [loss, null, null]
-  const given = [one, logits, ids, lse].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle]
-  const d = native.cross_entropy_backward(...given, format, ignoreIndex, weight)
+  const given = [one, logits, ids, lse, weight].map(({ handle }) => handle) as [Handle, Handle, Handle, Handle, Handle]
+  const d = native.cross_entropy_backward(...given, format, ignoreIndex)
   logits.dispose()
   Tensor.own(d)
   const dx = x.requiresGrad ? Tensor.own(native.matmul_nn(d, ws.handle, format, null)[0]) : null

@@ -1,5 +1,7 @@
 // Optimizers: which parameters with which formats, one native call for many tensors; clipping stays on the device.
 import { axesOf } from './axes.ts'
+import { roundInto } from './emulate.ts'
+import { partitionWhole } from './exchange.ts'
 import type { Module, Param } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import type { Recipe } from './recipes.ts'
@@ -84,22 +86,41 @@ export interface StepInBackward extends Disposable {
 /** What an optimizer reads of a recipe. */
 export type OptimizerRecipe = Pick<Recipe, 'master' | 'm' | 'v' | 'layers'> & { rounding?: Rounding }
 
+const whole: PartOf = { rank: 0, count: 1 }
+
+/** Which of several optimizers of the same parameters this is: each keeps the states of its part, whole tensors, and updates that. */
+export interface PartOf {
+  readonly rank: number
+  readonly count: number
+}
+
 /** A rule over the parameters of a module that are not frozen, with the state formats of a recipe. */
 export class Optimizer<Options extends FullOptions = FullOptions> implements Disposable {
   readonly options: Options
   readonly params: readonly Param[]
+  /** The rank that updates each of `params`. */
+  readonly owners: readonly number[]
+  /** Those of `params` that this optimizer updates. */
+  readonly owned: readonly Param[]
   /** Steps done: t of the bias correction. Skipped steps do not count. */
   steps = 0
   #slots: Slot[]
   #clipped: Param[] | null = null
+  #disposed = false
 
-  constructor(module: Module, recipe: OptimizerRecipe, options: Options) {
+  constructor(module: Module, recipe: OptimizerRecipe, options: Options, { rank, count }: PartOf = whole) {
     this.options = options
     const { rule, lr, parameters } = options
     const { moments } = rules[rule]
     this.params = module.parameters().filter((param) => !param.frozen)
     if (this.params.length === 0)
       throw new CoatError(`${rule}: the module has no parameter to train`, 'value', rule, 'module')
+    const parts = partitionWhole(
+      this.params.map(({ tensor }) => tensor.numel),
+      count,
+    )
+    this.owners = this.params.map((_, i) => parts.findIndex((places) => places.includes(i)))
+    this.owned = this.params.filter((_, i) => this.owners[i] === rank)
     const matched = parameters.map(({ match }, i) => {
       const named = new Set(module.parameters(match))
       for (const param of named)
@@ -143,13 +164,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const narrow = param.tensor.format === 'bf16'
       const doubled = param.tensor.format === 'f32' ? null : (master ?? null)
       const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
-      const key = JSON.stringify([numbers, doubled, mode])
+      const key = JSON.stringify([numbers, doubled, mode, param.arithmetic])
       const call = calls.get(key) ?? calls.size
       calls.set(key, call)
       const share = lr > 0 ? all.lr / lr : 1
       return { param, numbers, share, rounding: mode, call, doubled, m: all.m, v: all.v }
     })
-    this.#slots = plans.map(({ doubled, m, v, ...plan }) =>
+    const mine = plans.filter(({ param }) => this.owned.includes(param))
+    this.#slots = mine.map(({ doubled, m, v, ...plan }) =>
       scope(() => {
         const { tensor } = plan.param
         return {
@@ -174,7 +196,9 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     const slot = this.#slots.find((entry) => entry.param === param)
     if (!slot) {
       const { rule } = this.options
-      throw new CoatError(`${rule}: parameter '${param.name}' is not trained`, 'value', rule, 'param')
+      const owner = this.owners[this.params.indexOf(param)]
+      const why = owner === undefined ? 'is not trained' : `is updated by rank ${owner}, which has its state`
+      throw new CoatError(`${rule}: parameter '${param.name}' ${why}`, 'value', rule, 'param')
     }
     const { master, lost, m, v } = slot
     return { master, lost, m, v }
@@ -228,10 +252,12 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
   /** Norm of the gradients, and the clip factor for `maxNorm` (0: none) that `step` applies. */
   gradNorm(maxNorm = 0): GradientNorm {
     this.#clipped = null
-    return this.#norms(
-      this.#trained().map(({ param }) => param.grad as Tensor),
-      maxNorm,
-    )
+    return this.#norms(this.gradients, maxNorm)
+  }
+
+  /** Gradients that there are, of all parameters. */
+  get gradients(): Tensor[] {
+    return this.params.flatMap(({ grad }) => grad ?? [])
   }
 
   #norms(tensors: readonly Tensor[], maxNorm: number): GradientNorm {
@@ -244,7 +270,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
 
   /** Parameters in the order of the `norms` of `gradNorm()`, or of a step in backward. */
   get clipped(): Param[] {
-    return this.#clipped ?? this.#trained().map(({ param }) => param)
+    return this.#clipped ?? this.params.filter(({ grad }) => grad)
   }
 
   /**
@@ -307,7 +333,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const m = copyOf(slot.m)
       const v = slot.v && copyOf(slot.v)
       const p = valuesOf(slot).kept
-      const exact = { master: null, lost: null, clip: clip?.handle ?? null, rounding: 'nearest', seed: 0 } as const
+      const exact = {
+        master: null,
+        lost: null,
+        arithmetic: null,
+        clip: clip?.handle ?? null,
+        rounding: 'nearest',
+        seed: 0,
+      } as const
       const lists = { p: [p.handle], g: [(param.grad as Tensor).handle], m: [m.handle], v: v ? [v.handle] : [] }
       rules[rule].run({ ...exact, ...lists, t: this.steps + 1 }, { ...numbers, lr: lr * share, vFloor: false })
       return p
@@ -319,7 +352,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     const refuse = (name: string, value: unknown, rules: string) => {
       throw new CoatError(`${rule}: ${name} is ${value} and must be ${rules}`, 'value', rule, name)
     }
-    if (this.#slots.length === 0) throw new CoatError(`${rule}: the optimizer was disposed`, 'disposed', rule)
+    if (this.#disposed) throw new CoatError(`${rule}: the optimizer was disposed`, 'disposed', rule)
     if (!isFinite32(lr) || lr < 0) refuse('lr', lr, 'a finite number of at least 0')
     if (!Number.isSafeInteger(this.steps) || this.steps < 0) refuse('steps', this.steps, 'an integer of at least 0')
   }
@@ -328,7 +361,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
   #update(slots: readonly Slot[], lr: number, clip: Tensor | null, call: number): void {
     const { rule, seed } = this.options
     const t = this.steps + 1
-    const { numbers, share, rounding } = slots[0] as Slot
+    const {
+      numbers,
+      share,
+      rounding,
+      param: { arithmetic },
+    } = slots[0] as Slot
+    const bits = seedOf(seed, t, call)
     const all = (of: (slot: Slot) => Tensor | null) => slots.map((slot) => (of(slot) as Tensor).handle)
     const some = (of: (slot: Slot) => Tensor | null) => (of(slots[0] as Slot) ? all(of) : null)
     rules[rule].run(
@@ -341,11 +380,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         v: some(({ v }) => v) ?? [],
         clip: clip?.handle ?? null,
         rounding,
-        seed: seedOf(seed, t, call),
+        arithmetic,
+        seed: bits,
         t,
       },
       { ...numbers, lr: lr * share },
     )
+    // of what a rule has rounded itself this changes nothing
+    if (arithmetic) for (const { param } of slots) roundInto(param.tensor.handle, arithmetic, bits)
   }
 
   advance(): void {
@@ -353,12 +395,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
   }
 
   dropGrads(): void {
-    for (const { param } of this.#slots) param.dropGrad()
+    for (const param of this.params) param.dropGrad()
   }
 
   dispose(): void {
     for (const { master, lost, m, v } of this.#slots) for (const tensor of [master, lost, m, v]) tensor?.dispose()
     this.#slots = []
+    this.#disposed = true
   }
   [Symbol.dispose](): void {
     this.dispose()
@@ -371,22 +414,22 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
 
 /** AdamW over the parameters of a module. */
 export class AdamW extends Optimizer<FullAdamWOptions> {
-  constructor(module: Module, recipe: OptimizerRecipe, options: AdamWOptions = {}) {
-    super(module, recipe, adamw(options))
+  constructor(module: Module, recipe: OptimizerRecipe, options: AdamWOptions = {}, part: PartOf = whole) {
+    super(module, recipe, adamw(options), part)
   }
 }
 
 /** Lion over the parameters of a module. */
 export class Lion extends Optimizer<FullLionOptions> {
-  constructor(module: Module, recipe: OptimizerRecipe, options: LionOptions = {}) {
-    super(module, recipe, lion(options))
+  constructor(module: Module, recipe: OptimizerRecipe, options: LionOptions = {}, part: PartOf = whole) {
+    super(module, recipe, lion(options), part)
   }
 }
 
 /** SGD with momentum over the parameters of a module. */
 export class Sgd extends Optimizer<FullSgdOptions> {
-  constructor(module: Module, recipe: OptimizerRecipe, options: SgdOptions = {}) {
-    super(module, recipe, sgd(options))
+  constructor(module: Module, recipe: OptimizerRecipe, options: SgdOptions = {}, part: PartOf = whole) {
+    super(module, recipe, sgd(options), part)
   }
 }
 
@@ -395,9 +438,10 @@ export function optimizerOf(
   module: Module,
   recipe: OptimizerRecipe,
   options: FullOptions | AdamWOptions = {},
+  part: PartOf = whole,
 ): Optimizer {
-  if (!('rule' in options) || options.rule === 'adamw') return new AdamW(module, recipe, options)
-  return options.rule === 'lion' ? new Lion(module, recipe, options) : new Sgd(module, recipe, options)
+  if (!('rule' in options) || options.rule === 'adamw') return new AdamW(module, recipe, options, part)
+  return options.rule === 'lion' ? new Lion(module, recipe, options, part) : new Sgd(module, recipe, options, part)
 }
 
 // 53 bits of (seed, step, call): three rounds of the finalizer of splitmix64.

@@ -13,6 +13,27 @@ export interface DelayedScaling {
   readonly margin: number
 }
 
+/**
+ * Numbers of few bits that f32 tensors hold: a sign, E bits of exponent and M of mantissa as in IEEE 754 (`e5m2`, but values
+ * that are too large become the largest one); or I bits before the point, the sign included, and F behind it (`q4.12`).
+ * Rounded to nearest, or with `/sr` up with the probability of what is left over.
+ */
+export type Arithmetic = `${`e${number}m${number}` | `q${number}.${number}`}${'' | '/sr'}`
+
+/** Arithmetic that no machine here has, imitated in f32: a reference, and slow. */
+export interface Emulation {
+  /** Operands of products. */
+  readonly operand: Arithmetic
+  /** Every sum of products within a chunk, and of chunks; with chunk 0 their results alone. */
+  readonly sum: Arithmetic
+  /** Products of a chunk; 0: sums are FP64. */
+  readonly chunk: number
+  /** A power of two that gradients are multiplied by in products, as a loss scale does. */
+  readonly lossScale: number
+  /** Parameters of matrices; with SGD, after each of the three steps of an update, moments too. `null`: they stay f32. */
+  readonly update: Arithmetic | null
+}
+
 /** How a model is trained, axis by axis. */
 export interface Recipe {
   /**
@@ -42,8 +63,8 @@ export interface Recipe {
   flow: 'fp8' | 'save'
   /** Residual stream, attention and head. */
   stream: Plain
-  /** What attention keeps of q, k, v and its output for backward: them in the format of the stream, or FP8 copies alone. */
-  attention: 'stream' | 'e4m3/g16'
+  /** What attention keeps for backward: q, k, v and its output in the format of the stream, or 8-bit copies of q, k and v. */
+  attention: 'stream' | 'e4m3/g16' | 'i8/g16'
   /** Parameter of a matrix; norm weights are f32, and so are biases where this is neither f32 nor bf16. */
   param: Plain | 'bf16x2' | 'f16/t' | 'e4m3/t'
   /** The copy that the optimizer changes where the parameter is rounded. */
@@ -59,6 +80,8 @@ export interface Recipe {
   m: Plain | Runs | 'e4m3/t' | 'f16/t' | 'd8/g256' | 'd4/g128'
   /** Second moment of AdamW. */
   v: Plain | Runs | 'f16/t' | 'bf16x2' | 'u8/g256' | 'u4/g128'
+  /** Products of linear layers and updates in arithmetic that is imitated, where all else is f32. */
+  emulated?: Emulation | null
   /** Axes that some blocks have of their own, by patterns of their names: `{ 'model.layers.0.*': { x: 'bf16', … } }`. */
   layers?: Readonly<Record<string, LayerRecipe>>
 }
@@ -68,6 +91,12 @@ export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream'>>
 
 // What Transformer Engine takes.
 const history = { history: 1024, pick: 'max', margin: 0 } as const
+
+// FP8 operands, sums in 16 bits by chunks (Wang et al., 2018); 16-bit fixed point (Gupta et al., 2015); short mantissas.
+const wang = { operand: 'e5m2', sum: 'e6m9', chunk: 64, lossScale: 1024, update: 'e6m9/sr' } as const
+const gupta = { operand: 'q4.12/sr', sum: 'q4.12/sr', chunk: 0, lossScale: 64, update: 'q2.14/sr' } as const
+const e8m3 = { operand: 'e8m3', sum: 'e8m3', chunk: 0, lossScale: 1, update: null } as const
+const e8m5 = { operand: 'e8m5', sum: 'e8m5', chunk: 0, lossScale: 1, update: null } as const
 
 // biome-ignore format: rows that can be compared by eye
 export const recipes = {
@@ -100,6 +129,11 @@ export const recipes = {
   'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
   'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
   'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  // emulated: what no machine here computes, as f32 values
+  'wang-152':         { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: wang },
+  'gupta-fixed':      { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: gupta },
+  e8m3:               { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m3 },
+  e8m5:               { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m5 },
 } as const satisfies Record<string, Recipe>
 
 export type RecipeName = keyof typeof recipes

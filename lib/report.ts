@@ -101,6 +101,12 @@ export function peakOf(steps: readonly Step[]): Bytes {
   }
 }
 
+/** How the most that steps held at once divides: 80 MiB = 40 MiB param + 40 MiB saved. */
+export function showSplit(bytes: Bytes): string {
+  const parts = purposes.filter((purpose) => bytes[purpose] > 0)
+  return `${showBytes(bytes.total)} = ${parts.map((purpose) => `${showBytes(bytes[purpose])} ${purpose}`).join(' + ')}`
+}
+
 /** Peak bytes by purpose and in all as rows of a comparison. */
 export function peakQuantities(peaks: readonly Bytes[]): Quantity[] {
   return [...purposes, 'total' as const].map((name) => ({

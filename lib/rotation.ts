@@ -54,6 +54,12 @@ export function ropeTable(
  * each row begins. Throws where a document begins after its row, or after the one before it has ended.
  */
 export function documentStarts(starts: Int32Array, sequence: number, device: TensorOptions['device'] = 'cpu'): Tensor {
+  expectStarts(starts, sequence)
+  return Tensor.from(starts, [starts.length], { device })
+}
+
+/** Throws where a document begins after its row, or after the one before it has ended. */
+export function expectStarts(starts: Int32Array, sequence: number): void {
   const wrong = starts.findIndex((start, m) => {
     const t = m % sequence
     return start !== t && (t === 0 || start !== starts[m - 1])
@@ -65,5 +71,4 @@ export function documentStarts(starts: Int32Array, sequence: number, device: Ten
       'documentStarts',
       'starts',
     )
-  return Tensor.from(starts, [starts.length], { device })
 }

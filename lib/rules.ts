@@ -1,8 +1,9 @@
 // The rules of optimizers: their options and what they refuse, their numbers, their native calls.
+import { arithmeticOf } from './axes.ts'
 import type { Param } from './modules.ts'
 import type { Handle } from './native.gen.ts'
 import { CoatError, native, type OpEntry } from './native.ts'
-import type { Recipe } from './recipes.ts'
+import type { Arithmetic, Recipe } from './recipes.ts'
 import type { Format } from './tensor.ts'
 
 /** How a bf16 parameter that has no master is rounded. */
@@ -126,6 +127,8 @@ interface Call {
   v: Handle[]
   clip: Handle | null
   rounding: Rounding
+  /** What parameters are rounded to where that is emulated. */
+  arithmetic: Arithmetic | null
   seed: number
   /** The number of this step, from 1. */
   t: number
@@ -172,9 +175,14 @@ export const rules: { [Options in FullOptions as Options['rule']]: Rule<Options>
     defaults: { ...shared, weightDecay: 0, rule: 'sgd', lr: 1e-3, momentum: 0.9, dampening: 0, nesterov: false },
     own: [...sharedOwn, 'momentum'],
     moments: ['m'],
-    run({ p, master, lost, g, m, clip, rounding, seed, t }, { lr, momentum, dampening, nesterov, weightDecay }) {
+    run(
+      { p, master, lost, g, m, clip, rounding, arithmetic, seed, t },
+      { lr, momentum, dampening, nesterov, weightDecay },
+    ) {
       const gain = t === 1 || momentum === 0 ? 1 : 1 - dampening
-      native.sgd(p, master, lost, g, m, clip, lr, momentum, gain, weightDecay, Number(nesterov), rounding, seed)
+      const numbers = [lr, momentum, gain, weightDecay, Number(nesterov)] as const
+      if (arithmetic) native.sgd_emulated(p, g, m, clip, ...numbers, ...arithmeticOf(arithmetic), seed)
+      else native.sgd(p, master, lost, g, m, clip, ...numbers, rounding, seed)
     },
   },
 }

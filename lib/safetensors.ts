@@ -34,7 +34,8 @@ const pieceBytes = 2 ** 24
 
 function refuse(path: string, text: string, argument = 'path', cause?: unknown): never {
   const options = cause === undefined ? {} : { cause }
-  throw new CoatError(`${path}: ${text}`, 'safetensors', 'safetensors', argument, options)
+  const reason = cause instanceof Error ? `: ${cause.message}` : ''
+  throw new CoatError(`${path}: ${text}${reason}`, 'safetensors', 'safetensors', argument, options)
 }
 
 /** Anything that can be written: a shape, and its bytes, row-major and little-endian, in pieces of any size. */
@@ -368,9 +369,9 @@ export async function writeSafetensors(
     return files
   } catch (error) {
     await replacement.abort()
-    throw error instanceof CoatError
-      ? error
-      : new CoatError(`${path}: cannot be written`, 'safetensors', 'writeSafetensors', 'path', { cause: error })
+    if (error instanceof CoatError) throw error
+    const text = `${path}: cannot be written: ${(error as Error).message}`
+    throw new CoatError(text, 'safetensors', 'writeSafetensors', 'path', { cause: error })
   } finally {
     for (const tensor of held) tensor.release()
   }

@@ -166,7 +166,7 @@ export class Tape implements Disposable {
     const outer = current
     current = null
     try {
-      this.#seed = retained(Tensor.from([1], [1], { device: loss.device }))
+      this.#seed = retained(Tensor.full([1], 1, { device: loss.device }))
       this.#gradients.set(loss.id, this.#seed)
       this.#unwind(this.#gradients)
     } finally {

@@ -232,22 +232,29 @@ export class Tensor implements Disposable {
   }
 
   static zeros(shape: Shape, options: TensorOptions = {}): Tensor {
-    return Tensor.#made(shape, options.format ?? 'f32', options, native.clear)
+    return Tensor.full(shape, 0, options)
+  }
+
+  /** A tensor with this value everywhere. */
+  static full(shape: Shape, value: number, options: TensorOptions = {}): Tensor {
+    return Tensor.#made(shape, options.format ?? 'f32', options, (plain) => native.fill(plain, value))
   }
 
   static #made(shape: Shape, format: Format, options: TensorOptions, fill: (plain: Handle) => void): Tensor {
     const { purpose = 'temp' } = options
     const whole = format === 'i32' || format === 'f32'
     const plain = native.make(whole ? format : 'f32', shape, device(options.device ?? 'cpu').kind, purpose)
-    fill(plain)
-    if (whole) return Tensor.own(plain)
+    let made = plain
     try {
-      const made = native.convert(plain, null, format)
+      fill(plain)
+      if (!whole) made = native.convert(plain, null, format)
       native.retag(made, purpose)
-      return Tensor.own(made)
-    } finally {
+    } catch (error) {
       native.free(plain)
+      throw error
     }
+    if (!whole) native.free(plain)
+    return Tensor.own(made)
   }
 
   static #retain(handle: Handle): Tensor {
@@ -351,8 +358,17 @@ export class Tensor implements Disposable {
 
   /** Frees the twins that nobody else holds, unless it keeps them; kept scales stay. */
   dropTwins(): void {
-    if (this.keepsTwins && !this.#freed) return
+    if (this.keepsTwins) return
     for (const key of [...this.#twins.keys()]) this.#dropTwin(key)
+  }
+
+  /** Frees all that was made of its values and nobody else holds: twins, scales, the largest magnitude. */
+  forget(): void {
+    for (const key of [...this.#twins.keys()]) this.#dropTwin(key)
+    for (const { tensor } of this.#scales.values()) tensor.release()
+    this.#scales.clear()
+    this.#amax?.tensor.release()
+    this.#amax = null
   }
 
   /** The values, decoded: Int32Array for `i32`, else Float32Array. */
@@ -454,11 +470,7 @@ export class Tensor implements Disposable {
   #settle(): void {
     if (this.#freed || this.#count() > 0) return
     this.#freed = true
-    this.dropTwins()
-    for (const { tensor } of this.#scales.values()) tensor.release()
-    this.#scales.clear()
-    this.#amax?.tensor.release()
-    this.#amax = null
+    this.forget()
     this.remake?.scale.release()
     this.foretold?.scale.release()
     this.remake = null

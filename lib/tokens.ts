@@ -259,7 +259,9 @@ function shardOf(file: string): Shard {
     fileError(`${file} cannot be opened: ${(error as Error).message}`)
   }
   try {
-    const { size } = fstatSync(descriptor)
+    const status = fstatSync(descriptor)
+    if (status.isDirectory()) fileError(`${file} is a folder and must be a file`)
+    const { size } = status
     const header = Buffer.alloc(headerBytes)
     if (size < headerBytes)
       fileError(`${file} has ${size} bytes and must have at least the ${headerBytes} of its header`)

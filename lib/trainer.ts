@@ -2,11 +2,14 @@
 import { setImmediate } from 'node:timers/promises'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
-import { counted, evaluate, expectIds, lossOf, type Scorer } from './evaluate.ts'
+import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
+import { expectGraphs, type Recorded, StepGraph, shapeOf, stepsBeforeGraph } from './graph.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import type { Module } from './modules.ts'
 import { CoatError, type MemoryUsage, native } from './native.ts'
+import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
+import { alone, expectTogether, type Ranks } from './ranks.ts'
 import type { Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
@@ -59,7 +62,7 @@ export interface TrainerOptions {
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
   validate?: { every: number; sequences?: number }
   callbacks?: TrainerCallbacks
-  /** Called as the parts of a step are queued, to tell their times apart. */
+  /** Called as the parts of a step are queued, to tell their times apart; with `graph`, `forward` stands for backward, too. */
   phase?: (part: Phase) => void
   /**
    * Update each parameter in backward, as soon as its gradient is complete, and free the gradient then (default no); needs
@@ -72,6 +75,13 @@ export interface TrainerOptions {
    * bytes of both, instead of two passes over the weights a micro-batch.
    */
   cacheWeights?: boolean
+  /**
+   * Record the micro-batches of a step as a CUDA graph and run that from then on (default no): the same bits, and hardly any
+   * work of the host, which small models wait for. The first steps, and those whose batches have another shape, run op by op;
+   * so do all where something cannot be recorded, after a warning. A model's forward must do the same in every step, whatever
+   * its inputs hold. Costs the bytes of gradients between steps. Signals are heard between steps.
+   */
+  graph?: boolean
   /** What backward makes again instead of keeping it (default `flow`). */
   recompute?: Recompute
   /**
@@ -79,6 +89,11 @@ export interface TrainerOptions {
    * the step's metrics. Such a step updates twice and reads all parameters back.
    */
   measureUpdates?: number
+  /**
+   * What trains together (default: this trainer alone), each with a batch of its own: gradients are of the tokens of all, each
+   * keeps the optimizer's states for its part of the parameters, and the others get what it made of them.
+   */
+  ranks?: Ranks
   /** Saves during `run()`, after every so many steps and after the last one; `resume(dir)` goes on from there. */
   checkpoint?: CheckpointOptions
 }
@@ -87,12 +102,12 @@ export interface TrainerOptions {
 export interface StepMetrics {
   /** Steps done after this one, from 1. */
   step: number
-  /** Mean cross-entropy by tokens, in nats. */
+  /** Mean cross-entropy by tokens, in nats; of all ranks. */
   loss: number
   /** Norm of all gradients before clipping. */
   gradNorm: number
   lr: number
-  /** Tokens of this step that took part in the loss. */
+  /** Tokens of this step, of all ranks, that took part in the loss. With none its gradient is 0, and it is a step: decay and momentum act. */
   tokens: number
   tokensPerSecond: number
   /** Milliseconds of this step. */
@@ -114,14 +129,15 @@ export interface StepMetrics {
 const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
-  ...['optimizerInBackward', 'cacheWeights', 'recompute', 'measureUpdates', 'checkpoint'],
+  ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint', 'ranks'],
 ]
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
   readonly model: TrainableModel
   readonly optimizer: Optimizer
-  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint'>> & {
+  readonly ranks: Ranks
+  readonly options: Required<Omit<TrainerOptions, 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'ranks'>> & {
     readonly checkpoint: Required<CheckpointOptions> | null
     readonly validate: { every: number; sequences: number } | null
   }
@@ -139,10 +155,15 @@ export class Trainer implements Disposable {
   /** The step that the last checkpoint of this trainer has. */
   #saved = -1
   #busy = false
+  #graph: StepGraph | null = null
+  /** Whether something could not be recorded. */
+  #graphless = false
+  /** Steps without a graph, one after the other, of batches of one shape, and bytes that the last of them needed at once. */
+  #plain = { shape: '', steps: 0, bytes: 0 }
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, ...rest } = options
+    const { optimizer, checkpoint, spike, validate, ranks = alone, ...rest } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -153,6 +174,7 @@ export class Trainer implements Disposable {
       recompute: 'flow' as const,
       optimizerInBackward: false,
       cacheWeights: false,
+      graph: false,
       measureUpdates: 0,
       ...rest,
       validate: validate === undefined ? null : checked({ sequences: 64, ...validate }, 'validate', 'sequences'),
@@ -192,10 +214,25 @@ export class Trainer implements Disposable {
         'Trainer',
         'spike',
       )
+    if (full.graph && full.optimizerInBackward)
+      throw new CoatError(
+        'Trainer: graph cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
+        'value',
+        'Trainer',
+        'graph',
+      )
+    if (full.graph) expectGraphs(model)
+    if (ranks.count > 1) expectTogether(ranks, model, full)
+    this.ranks = ranks
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
-    this.optimizer = optimizerOf(model, model.recipe, optimizer)
+    this.optimizer = optimizerOf(model, model.recipe, optimizer, ranks)
+  }
+
+  /** Whether a step is running: another one, and checkpoints, are refused meanwhile. */
+  get busy(): boolean {
+    return this.#busy
   }
 
   /** Bytes that micro-batches of the last shape kept for backward, by op and format. */
@@ -208,6 +245,7 @@ export class Trainer implements Disposable {
    * bit for bit; `run()` does the steps that are left. See `loadCheckpoint` for what is refused and what `allow` permits.
    */
   async resume(dir: string, options: { allow?: readonly string[] } = {}): Promise<Resumed> {
+    this.#dropGraph()
     return loadCheckpoint(this, dir, options)
   }
 
@@ -226,9 +264,12 @@ export class Trainer implements Disposable {
     })
     const { steps, validate, callbacks } = this.options
     try {
-      while (this.optimizer.steps < steps && !this.stopped) {
+      while (this.optimizer.steps < steps) {
         const metrics = await this.#step(() => this.stopped !== null)
-        if (!metrics) break
+        if (!metrics) {
+          this.stopped ??= 'stop'
+          break
+        }
         if (!metrics.skipped && due(metrics.step, validate?.every, steps))
           metrics.validation = await this.validate(validate?.sequences)
         await callbacks.step?.(metrics)
@@ -237,6 +278,9 @@ export class Trainer implements Disposable {
         await setImmediate()
       }
       if (this.stopped) await this.#save()
+    } catch (error) {
+      this.ranks.leave(error)
+      throw error
     } finally {
       for (const remove of listeners) remove()
     }
@@ -260,19 +304,23 @@ export class Trainer implements Disposable {
 
   dispose(): void {
     this.optimizer.dropGrads()
+    this.#dropGraph()
     this.optimizer.dispose()
   }
   [Symbol.dispose](): void {
     this.dispose()
   }
 
-  /** A step, or null when `interrupted()` between micro-batches: then nothing has changed. */
+  /** A step, or null when one of the ranks is `interrupted()` before a micro-batch: then nothing has changed. */
   async #step(interrupted: () => boolean): Promise<StepMetrics | null> {
     if (this.#busy)
       throw new CoatError('training: a step is running; wait for it before the next', 'busy', 'training', 'step')
     this.#busy = true
     try {
       return await this.#micros(interrupted)
+    } catch (error) {
+      this.ranks.leave(error)
+      throw error
     } finally {
       this.#busy = false
     }
@@ -280,7 +328,7 @@ export class Trainer implements Disposable {
 
   async #micros(interrupted: () => boolean): Promise<StepMetrics | null> {
     const { data, batch, accumulate, steps, schedule, clip, optimizerInBackward, cacheWeights } = this.options
-    const { optimizer, guard } = this
+    const { optimizer, guard, ranks } = this
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
@@ -291,7 +339,7 @@ export class Trainer implements Disposable {
     // on a GPU an id out of range would come to light steps later
     if (typeof vocabulary === 'number')
       for (const [i, micro] of batches.entries()) expectIds(micro, vocabulary, `batch ${this.batches + i} of the data`)
-    const tokens = batches.reduce((sum, { targets }) => sum + counted(targets), 0)
+    const tokens = await ranks.sum(batches.reduce((sum, { targets }) => sum + counted(targets), 0))
     const losses: Tensor[] = []
     let loss = 0
     let gradNorm = 0
@@ -300,23 +348,36 @@ export class Trainer implements Disposable {
     const { measureUpdates: every } = this.options
     const measured = every > 0 && (optimizer.steps + 1) % every === 0
     const lr = optimizer.options.lr * schedule(optimizer.steps, steps)
+    const weight = tokens === 0 ? 0 : 1 / tokens
+    const graph = this.#graphFor(batches)
+    const interrupt = async () => {
+      const stops = (await ranks.sum(Number(interrupted()))) > 0
+      if (stops && place) data.restore?.(place)
+      return stops
+    }
     using within = optimizerInBackward ? optimizer.stepInBackward(lr, clip, this.lastNorm) : null
     try {
-      this.#keepTwins(cacheWeights)
-      for (const micro of batches) {
-        if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
-        if (interrupted()) {
-          if (place) data.restore?.(place)
-          return null
+      if (graph) {
+        if (await interrupt()) return null
+        this.#begin('forward')
+        losses.push(...graph.run(batches, weight).losses)
+      } else {
+        this.#keepTwins(cacheWeights)
+        for (const micro of batches) {
+          if (losses.length > 0) await setImmediate() // signals are heard between turns of the event loop
+          if (await interrupt()) return null
+          losses.push(this.#forwardBackward(() => inputsOf(micro, this.model.device), weight, shapeOf([micro])))
         }
-        losses.push(this.#forwardBackward(micro, tokens === 0 ? 0 : 1 / tokens))
+        this.#keepTwins(false)
       }
-      this.#keepTwins(false)
       this.#begin('update')
-      const norm = within?.end() ?? optimizer.gradNorm(clip)
+      await ranks.add(optimizer.gradients)
+      const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip)
       try {
         const measure = async () => {
-          for (const part of losses) loss += await part.item()
+          let own = 0
+          for (const part of losses) own += await part.item()
+          loss = await ranks.sum(own)
           gradNorm = await norm.norm.item()
         }
         // a guard has to wait for the numbers; else the update is queued behind the gradients
@@ -324,6 +385,10 @@ export class Trainer implements Disposable {
         const spike = guard?.isSpike(loss, gradNorm) ?? false
         if (!spike && measured) updates = await optimizer.measuredStep(lr, norm.clip)
         else if (!spike && !within) optimizer.step(lr, norm.clip)
+        await ranks.share(
+          optimizer.params.map(({ tensor }) => tensor),
+          optimizer.owners,
+        )
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         if (!guard) await measure()
@@ -348,6 +413,8 @@ export class Trainer implements Disposable {
     }
     const time = performance.now() - started
     const usage = memory()
+    if (graph) usage.peak = graph.peakWith(usage.peak)
+    else this.#plain.bytes = usage.peak.total - usage.live.total
     return {
       step: optimizer.steps,
       loss,
@@ -402,17 +469,71 @@ export class Trainer implements Disposable {
     }
   }
 
-  #forwardBackward(micro: Batch, weight: number): Tensor {
+  #forwardBackward(
+    inputs: () => Inputs,
+    weight: Weight,
+    shape: string,
+    begin = (part: Phase) => this.#begin(part),
+  ): Tensor {
     using tape = new Tape({ recompute: this.options.recompute })
     return scope(() => {
-      this.#begin('forward')
-      const loss = tape.record(() => lossOf(this.model, micro, weight))
-      const shape = `${micro.ids.length} ${micro.sequence} ${micro.starts !== undefined}`
+      begin('forward')
+      const loss = tape.record(() => lossOf(this.model, inputs(), weight))
       if (this.#ledger?.shape !== shape) this.#ledger = { shape, rows: tape.ledger() }
-      this.#begin('backward')
+      begin('backward')
       tape.backward(loss)
       return loss.keep()
     })
+  }
+
+  /** The graph for a step of these batches; null where it runs op by op. */
+  #graphFor(batches: readonly Batch[]): StepGraph | null {
+    if (!this.options.graph || this.#graphless) return null
+    const shape = shapeOf(batches)
+    const plain = this.#plain
+    if (this.#graph?.shape === shape) {
+      plain.steps = 0
+      return this.#graph
+    }
+    if (plain.shape !== shape) this.#plain = { shape, steps: 0, bytes: 0 }
+    if (this.#plain.steps++ < stepsBeforeGraph) return null
+    this.#dropGraph()
+    try {
+      this.#graph = new StepGraph(this.model, batches, plain.bytes, (inputs, weight) =>
+        this.#record(batches, inputs, weight),
+      )
+    } catch (error) {
+      if (!(error instanceof CoatError)) throw error
+      this.#graphless = true
+      process.emitWarning(`training: steps run without a graph: ${error.message}`, { code: 'COAT_GRAPH' })
+    }
+    return this.#graph
+  }
+
+  #record(batches: readonly Batch[], inputs: readonly Inputs[], weight: Tensor): Recorded {
+    this.#keepTwins(this.options.cacheWeights)
+    try {
+      const losses = batches.map((micro, i) =>
+        this.#forwardBackward(
+          () => inputs[i] as Inputs,
+          weight,
+          shapeOf([micro]),
+          () => {},
+        ),
+      )
+      this.#keepTwins(false)
+      const norm = this.optimizer.gradNorm(this.options.clip)
+      for (const scale of this.model.delayedScales()) scale.advance()
+      return { losses, norm }
+    } finally {
+      this.#keepTwins(false)
+    }
+  }
+
+  #dropGraph(): void {
+    this.#graph?.dispose()
+    this.#graph = null
+    this.#plain = { shape: '', steps: 0, bytes: 0 }
   }
 
   #begin(part: Phase): void {
@@ -443,6 +564,7 @@ function due(step: number, every: number | undefined, steps: number): boolean {
   return every !== undefined && (step % every === 0 || step === steps)
 }
 
+/** What cannot be had of several ranks, and data for others. */
 function expectCount(name: string, value: number): void {
   if (!Number.isSafeInteger(value) || value < 1)
     throw new CoatError(`Trainer: ${name} is ${value} and must be an integer of at least 1`, 'value', 'Trainer', name)

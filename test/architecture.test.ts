@@ -35,14 +35,15 @@ describe('directions', () => {
     ['native.gen'],
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
-    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands'],
+    ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands', 'ranks'],
+    ['emulate'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],
     ['state', 'evaluate'],
     ['models/llama', 'rules', 'probes', 'grid'],
     ['optimizer'],
-    ['checkpoint'],
+    ['checkpoint', 'graph'],
     ['trainer'],
     ['controllers'],
     ['charts'],
@@ -73,11 +74,14 @@ describe('directions', () => {
     'csrc/code.h': ['cuda_bf16.h', 'cuda_fp16.h', 'cuda_fp8.h'], // the conversion instructions, where nvcc compiles
     'csrc/format.h': ['tensor.h', 'code.h'],
     'csrc/formula.h': ['format.h'],
+    'csrc/emulate.h': ['formula.h'],
     'csrc/contract.h': ['tensor.h', 'ops.def'],
-    'csrc/memory.h': ['tensor.h'],
+    'csrc/arena.h': [],
+    'csrc/graph.h': ['cuda/device.h'],
+    'csrc/memory.h': ['arena.h', 'graph.h'],
     'csrc/profile.h': ['contract.h', 'cuda/device.h'],
     'csrc/ops.h': ['tensor.h', 'ops.def'],
-    'csrc/ops.cc': ['ops.h', 'ops.def', 'cuda/device.h'],
+    'csrc/ops.cc': ['ops.h', 'ops.def', 'graph.h'],
   }
   it.each(Object.entries(below))('%s', (file, allowed) => {
     for (const name of includesOf(file))
@@ -87,7 +91,7 @@ describe('directions', () => {
   it('backends do not know each other, Node or the wrong toolkit', () => {
     for (const file of files('csrc', /\.(h|cc|cu|cuh)$/)) {
       const includes = includesOf(file)
-      if (!/^csrc\/(binding\.cc|reader\.h)$/.test(file)) expect(includes, file).not.toContain('napi.h')
+      if (!/^csrc\/(binding\.cc|(arguments|reader)\.h)$/.test(file)) expect(includes, file).not.toContain('napi.h')
       if (!file.startsWith('csrc/cuda/'))
         for (const name of includes) expect(name, file).not.toMatch(/^cuda(?!_(fp8|fp16|bf16)\.h$|\/device\.h$)|^cub\//)
       if (file.startsWith('csrc/cpu/')) for (const name of includes) expect(name, file).not.toMatch(/cuda/)

@@ -17,13 +17,16 @@ import {
   markdownRows,
   parseRows,
   percentile,
+  recipeRows,
   recipeTable,
   rowProblem,
   writeRows,
 } from '../bench/row.ts'
+import { timingNotes } from '../bench/step.ts'
 import { quickstart } from '../examples/quickstart.ts'
 import { device, memory, recipe, recipes, Tensor } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
+import { present } from './harness.ts'
 import { Random } from './values.ts'
 
 const folder = mkdtempSync(join(tmpdir(), 'coat-bench-'))
@@ -165,6 +168,64 @@ test('step measures recipes and writes rows', async () => {
   for (const text of ['coat / bf16', 'kept for backward', 'e4m3/g16']) expect(said.join('\n')).toContain(text)
   await bench(['table', path('step.jsonl')], (text) => said.push(text))
   expect(said.at(-1)).toBe(markdownRows(rows))
+})
+
+describe('T8: what a reader needs to believe a step', () => {
+  const sizes = ['--steps', '3', '--hidden', '64', '--layers', '2', '--batch', '2', '--sequence', '32']
+  const say = async (...args: string[]) => {
+    const said: string[] = []
+    await bench(['step', ...sizes, '--json', path('believed.json'), ...args], (text) => said.push(text))
+    return { said: said.join('\n'), rows: parseRows(readFileSync(path('believed.json'), 'utf8')) }
+  }
+
+  test('device, driver, sizes, warm-up, n, spread, baseline; where the bytes of the peak are, by parts that add up', async () => {
+    const { said, rows } = await say('--device', 'cpu')
+    expect(said).toContain(
+      `${device('cpu').description}; threads ${native.threads()}, hidden 64, layers 2, batch 2, sequence 32`,
+    )
+    expect(said).toMatch(
+      /^1 to warm up, then medians of n = 3; ms from p20 to p80: bf16 [\d.]+ to [\d.]+, coat [\d.]+ to/m,
+    )
+    expect(said).toMatch(/^coat takes [\d.]+ × the time of bf16: (slower|faster|the same)(, within their spreads)?$/m)
+    const of = (name: string, recipe: string) =>
+      rows.find((row) => row.name === `step/${name}` && row.recipe === recipe)?.median ?? Number.NaN
+    for (const recipe of ['bf16', 'coat']) {
+      const parts = ['param', 'grad', 'state', 'saved', 'temp', 'scratch'].map((part) => of(`at_peak/${part}`, recipe))
+      expect(parts.reduce((sum, part) => sum + part)).toBe(of('peak/total', recipe))
+      expect(said).toMatch(new RegExp(`^${recipe}, at its peak: .* [KM]iB = .* param \\+ .* state`, 'm'))
+    }
+    const layer = await say('--device', 'cpu', '--model', 'layer', '--recipe', 'coat')
+    expect(layer.said).toContain('3 to warm up, then medians of n = 3')
+    expect(layer.said).toContain('bf16 is not among the recipes: there is no baseline')
+  })
+
+  test.each([
+    [[3, 4, 5], 'coat takes 2.000 × the time of bf16: slower'],
+    [[1.1, 2.1, 3.1], 'coat takes 1.050 × the time of bf16: slower, within their spreads'],
+    [[0.5, 1, 1.1], 'coat takes 0.500 × the time of bf16: faster'],
+    [[1, 2, 3], 'coat takes 1.000 × the time of bf16: the same, within their spreads'],
+  ])('%j ms against 1.4, 2 and 2.6: %s', (times, verdict) => {
+    const fields = { kind: 'step', name: 'step/time', metric: 'time', unit: 'ms' } as const
+    const rows = recipeRows(
+      [
+        { recipe: 'bf16', times: [1.4, 2, 2.6] },
+        { recipe: 'coat', times },
+      ],
+      fields,
+      (of) => of.times,
+    )
+    expect(timingNotes(rows, 'step/time', device('cpu'), 1).at(-1)).toBe(verdict)
+  })
+
+  test.skipIf(!present('cuda'))('on cuda the parts are within 5 % of what the driver counts', async () => {
+    const large = ['--hidden', '1024', '--layers', '4', '--batch', '8', '--sequence', '512']
+    const { rows, said } = await say('--device', 'cuda', ...large)
+    for (const recipe of ['bf16', 'coat']) {
+      const of = (name: string) => rows.find((row) => row.name === name && row.recipe === recipe)?.median ?? Number.NaN
+      expect(Math.abs(of('step/peak/total') / of('step/used') - 1)).toBeLessThan(0.05)
+    }
+    expect(said).toMatch(/CUDA \d+\.\d+ driver/)
+  })
 })
 
 describe('optimizer', () => {

@@ -1,7 +1,7 @@
 // Checkpoints: resume goes on bit for bit, a kill at any instant leaves one to load, and other settings are refused by name.
 import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, truncateSync, writeFileSync } from 'node:fs'
 import { tmpdir } from 'node:os'
-import { join } from 'node:path'
+import { basename, join } from 'node:path'
 import { afterAll, beforeEach, describe, expect, it, vi } from 'vitest'
 import {
   adamw,
@@ -27,10 +27,19 @@ import {
 import { smallLlama as config, sentence } from './values.ts'
 
 // A process that is killed at its n-th file operation: that one, writes half-way, and all later ones do not happen. With
-// `last` the later ones happen again from there on: a disk that was full.
-const kill = vi.hoisted(() => ({ at: Number.POSITIVE_INFINITY, last: Number.POSITIVE_INFINITY, count: 0 }))
+// `last` the later ones happen again from there on. What is written, synced and renamed is told to `log`, under its last
+// name; the file `full` is opened on a device that has no space.
+const kill = vi.hoisted(() => ({
+  ...{ at: Number.POSITIVE_INFINITY, last: Number.POSITIVE_INFINITY, count: 0 },
+  ...{ full: '', log: [] as string[] },
+}))
 vi.mock('node:fs/promises', async (original) => {
   const real = await original<typeof import('node:fs/promises')>()
+  const named = (path: string) => basename(path).replace(/^\.(.*)\.\d+-\d+\.(new|old)$/, '$1')
+  const told = (what: string, path: string) => {
+    const line = `${what} ${named(path)}`
+    if (kill.log.at(-1) !== line) kill.log.push(line)
+  }
   const mortal =
     <Args extends unknown[], Result>(does: (...args: Args) => Promise<Result>, half?: (...args: Args) => unknown) =>
     async (...args: Args): Promise<Result> => {
@@ -40,15 +49,31 @@ vi.mock('node:fs/promises', async (original) => {
       return does(...args)
     }
   const open = async (path: string, flags?: string) => {
-    const file = await real.open(path, flags)
-    const write = file.write.bind(file) as (bytes: Uint8Array, from: number, length: number) => Promise<unknown>
+    const file = named(path) === kill.full ? await real.open('/dev/full', 'w') : await real.open(path, flags)
+    const [own, sync] = [file.write.bind(file), file.sync.bind(file)]
+    const write = (bytes: Uint8Array, from: number, length: number) => {
+      told('write', path)
+      return own(bytes, from, length)
+    }
     Object.assign(file, {
       write: mortal(write, (bytes, from, length) => write(bytes, from, length >> 1)),
-      sync: mortal(file.sync.bind(file)),
+      sync: mortal(() => {
+        told('sync', path)
+        return sync()
+      }),
     })
     return file
   }
-  const { mkdir, rename, rm, link, writeFile } = real
+  const { mkdir, rm, link } = real
+  const rename: typeof real.rename = (from, to) => {
+    told('rename', String(to))
+    return real.rename(from, to)
+  }
+  const writeFile: typeof real.writeFile = (path, text, options) => {
+    const { flush = false } = options as { flush?: boolean }
+    told(flush ? 'write and sync' : 'write', String(path))
+    return real.writeFile(path, text, options)
+  }
   return {
     ...real,
     open: mortal(open as typeof real.open),
@@ -56,7 +81,7 @@ vi.mock('node:fs/promises', async (original) => {
     rename: mortal(rename),
     rm: mortal(rm),
     link: mortal(link),
-    writeFile: mortal(writeFile, (path, text) => writeFile(path, String(text).slice(0, 40))),
+    writeFile: mortal(writeFile, (path, text) => real.writeFile(path, String(text).slice(0, 40))),
   }
 })
 
@@ -119,7 +144,7 @@ const numbers = (list: StepMetrics[]) => list.map(({ step, loss, gradNorm, lr })
 const root = mkdtempSync(join(tmpdir(), 'coat-checkpoint-'))
 let dir = ''
 beforeEach(() => {
-  Object.assign(kill, { at: Number.POSITIVE_INFINITY, last: Number.POSITIVE_INFINITY })
+  Object.assign(kill, { at: Number.POSITIVE_INFINITY, last: Number.POSITIVE_INFINITY, full: '' })
   dir = mkdtempSync(join(root, 'run-'))
 })
 afterAll(() => rmSync(root, { recursive: true }))
@@ -260,6 +285,36 @@ describe('C3: a kill during save', () => {
     drop(trainer)
     drop(fresh)
   })
+
+  it('files, then their folder, are on the disk before the folder gets the name that counts', async () => {
+    const trainer = trainerOf()
+    kill.log.splice(0)
+    const folder = basename(await saveCheckpoint(trainer, dir))
+    const file = (name: string) => [`write ${name}`, `sync ${name}`, `rename ${name}`, `sync ${folder}`]
+    expect(kill.log).toEqual([
+      ...['write and sync trainer.json', ...file('model.safetensors'), ...file('optimizer.safetensors')],
+      ...[`rename ${folder}`, `sync ${basename(dir)}`],
+    ])
+    drop(trainer)
+  })
+
+  it.each(['model.safetensors', 'optimizer.safetensors'])(
+    'no space left for %s: said so, and all is as before',
+    async (full) => {
+      const trainer = trainerOf()
+      await saveCheckpoint(trainer, dir)
+      trainer.optimizer.steps = 5
+      kill.full = full
+      const error = await saveCheckpoint(trainer, dir).catch((caught: CoatError) => caught)
+      expect(error).toBeInstanceOf(CoatError)
+      expect((error as CoatError).message).toMatch(new RegExp(`^saveCheckpoint: ${dir} cannot be written: ENOSPC`))
+      expect(readdirSync(dir)).toEqual(['step-00000000'])
+      kill.full = ''
+      await saveCheckpoint(trainer, dir)
+      expect(await trainer.resume(dir)).toMatchObject({ step: 5, warnings: [] })
+      drop(trainer)
+    },
+  )
 
   it('passes over what is cut or missing, and says so', async () => {
     const trainer = trainerOf()

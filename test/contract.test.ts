@@ -137,7 +137,7 @@ describe('refusals name op, argument, value and rule', () => {
       'a word that is no format',
       'format',
       'y',
-      'convert: y is "fp8", which is no format; the formats are f32, bf16, f16, bf16x2, f16/t, e4m3/t, e5m2/t, e4m3/g16, e4m3/g64, e4m3/g128, e4m3/g256, e4m3/b128, e4m3/r, e4m3/g128p2, e4m3/b128p2, e4m3/x64, e4m3/x128, e4m3/x256, e5m2/g128, e5m2/x128, d8/g256, u8/g256, d4/g128, u4/g128, i32',
+      'convert: y is "fp8", which is no format; the formats are f32, bf16, f16, bf16x2, f16/t, e4m3/t, e5m2/t, e4m3/g16, i8/g16, e4m3/g64, e4m3/g128, e4m3/g256, e4m3/b128, e4m3/r, e4m3/g128p2, e4m3/b128p2, e4m3/x64, e4m3/x128, e4m3/x256, e5m2/g128, e5m2/x128, d8/g256, u8/g256, d4/g128, u4/g128, i32',
       () => loose.convert?.(f32(2), null, 'fp8'),
     ],
     [
@@ -349,7 +349,7 @@ describe('a refusal leaves nothing behind', () => {
     refusal(() => native.rmsnorm_forward(x, w, zero, 'e4m3/t', 1e-5))
     refusal(() => native.embedding_forward(bad, x, 'f32'))
     refusal(() => native.embedding_backward(bad, x, 'f32', 3))
-    refusal(() => native.cross_entropy_forward(x, targets, -100, 1))
+    refusal(() => native.cross_entropy_forward(x, targets, zero, -100))
     refusal(() => native.add(x, w, 'bf16', 'e4m3/g16'))
     refusal(() => native.random_normal('f32', 1e6, 1e10, 0, 1, 1, 'cpu'))
   })

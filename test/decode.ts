@@ -10,6 +10,7 @@ export const kinds = {
   f16: { bits: 16, mantissa: 10, bias: 15, max: 65504, full: 32752 }, // its scale is a power of two
   e4m3: { bits: 8, mantissa: 3, bias: 7, max: 448, full: 448 },
   e5m2: { bits: 8, mantissa: 2, bias: 15, max: 57344, full: 57344 },
+  i8: { bits: 8, mantissa: 7, bias: -6, max: 127, full: 126 }, // steps of 1; its scale is up to 2^-7 too large
   i32: { bits: 32, mantissa: 31, bias: 0, max: 2 ** 31, full: 0 },
 }
 
@@ -36,8 +37,9 @@ export const isMap = (kind: Kind): kind is MapKind => kind in maps
 export const fullOf = (kind: Kind) => (isMap(kind) ? maps[kind] : kinds[kind]).full
 
 /** The value of a code, by the definition of its bits or from its map. */
-export function valueOfCode(kind: 'e4m3' | 'e5m2' | 'f16' | MapKind, code: number): number {
+export function valueOfCode(kind: 'e4m3' | 'e5m2' | 'i8' | 'f16' | MapKind, code: number): number {
   if (isMap(kind)) return maps[kind].levels[code] as number
+  if (kind === 'i8') return code === 128 ? Number.NaN : code < 128 ? code : code - 256
   const { bits, mantissa, bias } = kinds[kind]
   const size = code & (2 ** (bits - 1) - 1)
   const sign = code === size ? 1 : -1

@@ -44,7 +44,7 @@ describe.skipIf(!present('cuda'))('cuda', () => {
   it('says what it is', () => expect(device('cuda').description).toMatch(/GiB, CUDA \d+\.\d+ driver/))
 
   // with COAT_SYNC=1 the ops themselves wait
-  it.skipIf(process.env.COAT_SYNC === '1')('leaves the event loop free while a read waits', async () => {
+  it.skipIf(process.env.COAT_SYNC === '1')('K2: leaves the event loop free while a read waits', async () => {
     const x = native.random_normal('f32', 2048, 2048, 0, 1, 1, 'cuda')
     for (let i = 0; i < 200; i++) native.free(native.matmul_nt(x, x, null, 'f32', null)[0])
     let turns = 0

@@ -10,6 +10,7 @@ const scaled = [
   ...([
     'e4m3/t',
     'e4m3/g16',
+    'i8/g16',
     'e4m3/g64',
     'e4m3/g128',
     'e4m3/g256',
@@ -184,7 +185,7 @@ describe('bf16', () => {
 })
 
 describe.each(scaled)('%s', (format) => {
-  it('zeros: codes 0, a finite positive scale, exact zeros, signs kept', async () => {
+  it('zeros: codes 0, a finite positive scale, exact zeros, signs of floating-point codes kept', async () => {
     const { codes, blocks, values } = await stored(
       tensor(
         format,
@@ -193,7 +194,9 @@ describe.each(scaled)('%s', (format) => {
       ),
     )
     expect([...codes]).toEqual(
-      Array.from({ length: 256 }, (_, i) => (i === 3 ? (format === 'f16/t' ? 0x8000 : 0x80) : 0)),
+      Array.from({ length: 256 }, (_, i) =>
+        i === 3 ? ({ 'f16/t': 0x8000, 'i8/g16': 0 }[format as string] ?? 0x80) : 0,
+      ),
     )
     for (const { scale } of blocks) expect(scale > 0 && Number.isFinite(scale)).toBe(true)
     expect(values.every((x) => x === 0)).toBe(true)
@@ -208,7 +211,7 @@ describe.each(scaled)('%s', (format) => {
     expect(native.memory().infs - before).toBe(2)
     const after = await stored(x)
     expect(after.values[20]).toBeNaN()
-    const largest = { e4m3: [0x7e, 0xfe], e5m2: [0x7b, 0xfb], f16: [0x7bff, 0xfbff] }
+    const largest = { e4m3: [0x7e, 0xfe], e5m2: [0x7b, 0xfb], f16: [0x7bff, 0xfbff], i8: [0x7f, 0x81] }
     expect([...after.codes.slice(21, 23)]).toEqual(largest[format.split('/')[0] as 'f16'])
     expect([...after.values].toSpliced(20, 3)).toEqual(clean.toSpliced(20, 3))
     expect((await decoded(x)).flatMap((value, i) => (Number.isNaN(value) ? [i] : []))).toEqual([20])
@@ -247,23 +250,69 @@ describe.each(scaled)('%s', (format) => {
     for (const n of [1, 127, 128, 129]) {
       const values = Array.from({ length: n }, (_, i) => (i % 3 ? 0.5 : -0.5))
       for (const [i, x] of (await decoded(tensor(format, [n], values))).entries())
-        expect(Math.abs(x / (values[i] as number) - 1)).toBeLessThan(format === 'e4m3/g16' ? 1 / 128 : 1e-5)
+        expect(Math.abs(x / (values[i] as number) - 1)).toBeLessThan(format.endsWith('/g16') ? 1 / 128 : 1e-5)
     }
   })
 })
 
-describe('e4m3/g16', () => {
-  it('the scale is bf16, rounded up: nothing exceeds 448, and no scale is larger than needed', async () => {
+describe('i8/g16', () => {
+  /** Values each beside one that makes the scale 1, in rows of two. */
+  const under1 = (values: readonly number[]) =>
+    stored(
+      tensor(
+        'i8/g16',
+        [values.length, 2],
+        values.flatMap((x) => [127, x]),
+      ),
+    )
+
+  it('all 256 codes decode to whole numbers, and -128 to NaN; the others come back', async () => {
+    const x = own(native.make('i8/g16', [16, 16], 'cpu', 'temp'))
+    const ones = Uint8Array.from({ length: 32 }, (_, i) => (i % 2 ? 0x3f : 0x80)) // scales of 1
+    native.write(x, Uint8Array.from([...codes, ...ones]))
+    const whole = codes.map((code) => (code === 128 ? Number.NaN : code < 128 ? code : code - 256))
+    expect(await decoded(x)).toEqual(whole)
+    const { codes: back } = await under1(whole)
+    expect([...back].filter((_, i) => i % 2)).toEqual(codes)
+  })
+
+  it('ties go to even, everything else to the nearest', async () => {
+    const middles = Array.from({ length: 254 }, (_, i) => i - 126.5)
+    const near = async (steps: number) =>
+      [...(await under1(middles.map((x) => beside(x, steps * Math.sign(x))))).values].filter((_, i) => i % 2)
+    expect(await near(0)).toEqual(middles.map((x) => 2 * Math.round(x / 2) + 0))
+    expect(await near(1)).toEqual(middles.map((x) => x + 0.5))
+    expect(await near(-1)).toEqual(middles.map((x) => x - 0.5))
+  })
+
+  it('of normal numbers it loses less than a quarter of what e4m3/g16 loses', async () => {
+    const random = new Random(5)
+    const values = Float64Array.from({ length: 2 ** 16 }, () => Math.fround(random.normal()))
+    const lost = async (format: 'e4m3/g16' | 'i8/g16') => {
+      const back = await decoded(tensor(format, [2 ** 8, 2 ** 8], values))
+      return Math.sqrt(back.reduce((sum, x, i) => sum + (x - (values[i] as number)) ** 2, 0) / values.length)
+    }
+    const [whole, floating] = [await lost('i8/g16'), await lost('e4m3/g16')]
+    expect(whole).toBeLessThan(0.005)
+    expect(floating / whole).toBeGreaterThan(4)
+  })
+})
+
+describe.each([
+  ['e4m3/g16', 448],
+  ['i8/g16', 127],
+] as const)('%s', (format, largest) => {
+  it('the scale is bf16, rounded up: nothing exceeds the largest code, and no scale is larger than needed', async () => {
     const random = new Random(2)
     const values = Float32Array.from({ length: 997 * 33 }, () => random.typical() * 10 ** (8 * random.uniform() - 4))
-    const { blocks, blockOf } = await stored(tensor('e4m3/g16', [997, 33], values))
+    const { blocks, blockOf } = await stored(tensor(format, [997, 33], values))
     const max = new Float64Array(blocks.length)
     values.forEach((x, i) => {
       max[blockOf(i)] = Math.max(max[blockOf(i)] as number, Math.abs(x))
     })
     blocks.forEach(({ scale }, b) => {
       if (max[b] === 0) return
-      const exact = (max[b] as number) / 448
+      const exact = (max[b] as number) / largest
       expect(scale * (1 + 1e-7)).toBeGreaterThanOrEqual(exact)
       expect(scale).toBeLessThanOrEqual(exact * (1 + 2 ** -7))
     })

@@ -162,6 +162,9 @@ export const wideSizes = [
   { M: 2, N: 6144 },
 ]
 
+/** For sums over rows that blocks share on a device: enough rows that a block has a whole chunk of them. */
+export const tallSize = { M: 16300, N: 16 }
+
 /** Of every op that has an argument `scale`. */
 const givenScale = 0.0625
 

@@ -7,7 +7,7 @@ import { describe, expect, it } from 'vitest'
 import { LlamaForCausalLM, limitMemory, TextDataset, Trainer } from '../lib/index.ts'
 import type { AnyFormat } from '../lib/native.gen.ts'
 import { CoatError, native, type Purpose } from '../lib/native.ts'
-import { bytesOf, own, present, read, tensor } from './harness.ts'
+import { bytesOf, devices, moved, own, present, read, tensor } from './harness.ts'
 import { sentence, smallLlama } from './values.ts'
 
 describe('accounts', () => {
@@ -22,6 +22,7 @@ describe('accounts', () => {
       bf16x2: 800 + 2 * 399,
       'f16/t': 800 + 4,
       'e4m3/g16': 400 + 2 * 3 * 9,
+      'i8/g16': 400 + 2 * 3 * 9,
       'e4m3/g64': 400 + 4 * 3 * 3,
       'e4m3/g128': 400 + 4 * 3 * 2,
       'e4m3/g256': 400 + 4 * 3,
@@ -50,15 +51,22 @@ describe('accounts', () => {
     const purposes: Purpose[] = ['param', 'grad', 'state', 'saved', 'temp', 'scratch']
     const handles = purposes.map((purpose, i) => native.make('f32', [i + 1], 'cpu', purpose))
     const live = Object.fromEntries(purposes.map((purpose, i) => [purpose, 4 * (i + 1)]))
-    expect(native.memory()).toMatchObject({ live: { ...live, total: 84 }, peak: { ...live, total: 84 }, tensors: 6 })
+    const all = { ...live, total: 84 }
+    expect(native.memory()).toMatchObject({ live: all, peak: all, atPeak: all, tensors: 6 })
     native.retag(handles[4] as number, 'saved')
     expect(native.memory().live).toMatchObject({ saved: 16 + 20, temp: 0, total: 84 })
     expect(native.memory().peak).toMatchObject({ saved: 36, temp: 20, total: 84 })
+    expect(native.memory().atPeak).toEqual({ ...all, saved: 36, temp: 0 })
     for (const handle of handles.slice(1)) native.free(handle)
     expect(native.memory().live).toMatchObject({ param: 4, saved: 0, total: 4 })
-    expect(native.memory().peak.total).toBe(84)
+    // most of one purpose, but not of all
+    const late = native.make('f32', [7], 'cpu', 'grad')
+    expect(native.memory().peak).toMatchObject({ grad: 28, total: 84 })
+    expect(native.memory().atPeak).toEqual({ ...all, saved: 36, temp: 0 })
+    native.free(late)
     native.resetPeak()
     expect(native.memory().peak).toEqual(native.memory().live)
+    expect(native.memory().atPeak).toEqual(native.memory().live)
     native.free(handles[0] as number)
   })
 
@@ -133,12 +141,20 @@ describe('accounts', () => {
     native.free(x)
   })
 
-  it('cleared tensors are zero', async () => {
-    const x = tensor('bf16', [3], [1, 2, 3])
-    const version = native.version(x)
-    native.clear(x)
-    expect(await read(x)).toEqual([0, 0, 0])
-    expect(native.version(x)).toBe(version + 1)
+  describe.each(devices)('on %s', (device) => {
+    it.skipIf(!present(device))('filled tensors have one value', async () => {
+      const x = await moved(tensor('f32', [3], [1, 2, 3]), device)
+      const version = native.version(x)
+      native.fill(x, 0)
+      expect(await read(x)).toEqual([0, 0, 0])
+      native.fill(x, 0.1)
+      expect(await read(x)).toEqual(new Array(3).fill(Math.fround(0.1)))
+      expect(native.version(x)).toBe(version + 2)
+      const whole = await moved(tensor('i32', [2], [1, 2]), device)
+      native.fill(whole, -7)
+      expect(await read(whole)).toEqual([-7, -7])
+      expect(() => native.fill(tensor('bf16', [3], [1, 2, 3]), 1)).toThrow('fill: tensor bf16[3] must be f32 or i32')
+    })
   })
 
   it('a thousand rounds of ops leave live bytes and tensors as they were', () => {

@@ -1,6 +1,6 @@
 // Models saved and loaded again: equal bits, names and settings of Hugging Face, tied embeddings, saves that fail.
 import { existsSync } from 'node:fs'
-import { cp, mkdir, readdir, readFile } from 'node:fs/promises'
+import { cp, mkdir, readdir, readFile, writeFile } from 'node:fs/promises'
 import { join, resolve } from 'node:path'
 import { afterEach, describe, expect, it } from 'vitest'
 import {
@@ -146,6 +146,16 @@ describe('savePretrained', () => {
     both.embedding.write(new Float32Array(both.embedding.tensor.numel).fill(0.5))
     expect(same(await logits(both), before)).toBe(false)
     expect(both.head).toBe(null)
+
+    // a head of its own finds its values by the alias
+    const config = join(folder, 'config.json')
+    const text = await readFile(config, 'utf8')
+    await writeFile(config, text.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    using untied = await LlamaForCausalLM.fromPretrained(folder, { recipe: 'fp32' })
+    const own = untied.head?.weight.tensor ?? expect.fail('no head')
+    expect(same(await own.readBytes(), await model.embedding.tensor.readBytes())).toBe(true)
+    expect(same(await logits(untied), before)).toBe(true)
+    await writeFile(config, text)
 
     const others = new Map(tensors)
     others.delete(embedding)

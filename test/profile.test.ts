@@ -56,6 +56,12 @@ describe.each(['cpu', 'cuda'] as const)('%s', (kind) => {
   })
 })
 
+test('graphs are refused, which have no times of ops', () => {
+  expect(run(`native.beginGraph('cpu', 0)`, join(folder, 'trace.json'))).toContain(
+    'graph: COAT_PROFILE takes the time of every op, which cannot be recorded; unset it',
+  )
+})
+
 test('the file is whole after every sync, and has what came later when the program ends', () => {
   const file = join(folder, 'trace.json')
   const body = `

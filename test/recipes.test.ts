@@ -69,10 +69,35 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes['collage-plus'], master: 'f32' }, /param 'f32' or 'bf16x2' takes no master/],
   [{ ...recipes['collage-plus'], rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16'/],
   [{ ...recipes.fp32, stream: 'bf16' }, /must have the format of stream/],
-  [{ ...recipes.fp32, attention: 'e4m3/g16' }, /attention 'e4m3\/g16' needs stream 'bf16'/],
+  [{ ...recipes.fp32, attention: 'e4m3/g16' }, /attention other than 'stream' needs stream 'bf16'/],
+  [{ ...recipes.fp32, attention: 'i8/g16' }, /attention other than 'stream' needs stream 'bf16'/],
   [{ ...recipes.coat, v: 'f32' }, /m and v must be a pair of formats that adamw has; received/],
   [{ ...recipes.fp32, master: 'f32' }, /param 'f32' or 'bf16x2' takes no master/],
   [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
+  [
+    { ...recipes.bf16, emulated: recipes['wang-152'].emulated },
+    /emulated needs x, stream, param, dw, m and v f32; rec/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, bits: 8 } },
+    /axis 'emulated.bits' is unknown; an emulation/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, chunk: -1 } },
+    /emulated.chunk is -1 and must be an integer/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, lossScale: 3 } },
+    /emulated.lossScale is 3 and must be a po/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, sum: 'f16' } },
+    /emulated.sum is 'f16': .* must be eEmM or q/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, update: 'e9m2' } },
+    /emulated.update is 'e9m2': round_to: range is 9 and must be from 2 to 8/,
+  ],
   [{ ...recipes.bf16, rounding: 'kahan' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
 ])('refuses %j', (which, text) => {
   const attempt = () => recipe(which as Recipe)

@@ -8,6 +8,7 @@ import {
   type Dataset,
   LlamaForCausalLM,
   memory,
+  type Phase,
   type StepMetrics,
   saveCheckpoint,
   TextDataset,
@@ -247,13 +248,42 @@ describe('K1: an end by hand or by a signal', () => {
   })
 })
 
-it('K2: a second step does not start while one runs', async () => {
-  const it = trainerOf()
-  const first = it.step()
-  await expect(it.step()).rejects.toThrow('training: a step is running; wait for it before the next')
-  expect((await first).step).toBe(1)
-  expect((await it.step()).step).toBe(2)
-  drop(it)
+describe('K2: the event loop and a step', () => {
+  it('of two steps at once one is refused, and so are checkpoints of a step half done', async () => {
+    const it = trainerOf({ checkpoint: { dir, every: 1 } })
+    const alone = trainerOf()
+    const goal = [await alone.step(), await alone.step()]
+    const first = it.step()
+    const refused = [it.step(), all(it.run()), saveCheckpoint(it, dir), it.resume(dir)]
+    const reasons = (await Promise.allSettled(refused)).map((one) => String((one as PromiseRejectedResult).reason))
+    for (const [i, op] of ['training', 'training', 'saveCheckpoint', 'resume'].entries())
+      expect(reasons[i]).toContain(`${op}: a step is running; wait for it`)
+    expect(readdirSync(dir)).toEqual([])
+    expect(numbers([await first, await it.step()])).toEqual(numbers(goal))
+    expect(await bytesOf(it)).toEqual(await bytesOf(alone))
+    drop(it, alone)
+  })
+
+  it('a timer of 10 ms fires between any two micro-batches that take longer', async () => {
+    const it = trainerOf({ accumulate: 60, batch: 1 })
+    let fired = 0
+    let seen = 0
+    const timer = setInterval(() => {
+      fired += 1
+    }, 10)
+    beforeEachMicro(it, (count) => {
+      // timers come after immediates in a turn of the loop: the second micro-batch may come before the first turn
+      if (count > 2) expect(fired).toBeGreaterThan(seen)
+      seen = fired
+      // work that is long enough for the timer to be due, however fast the machine
+      const end = performance.now() + 12
+      while (performance.now() < end);
+    })
+    await it.step()
+    clearInterval(timer)
+    expect(seen).toBeGreaterThanOrEqual(50)
+    drop(it)
+  })
 })
 
 describe('accumulation', () => {
@@ -308,28 +338,43 @@ describe('accumulation', () => {
   })
 })
 
-it('T6: weights that changed in any way are quantized anew', async () => {
-  const it = trainerOf({ steps: 3, validate: { every: 1, sequences: 2 }, accumulate: 2 })
-  const { model } = it
-  const fresh = async (): Promise<number> => {
-    const other = trainerOf({}, 2)
-    for (const [i, param] of model.parameters().entries())
-      other.model.parameters()[i]?.write((await param.tensor.read()) as Float32Array)
-    const loss = await other.validate(4)
-    drop(other)
-    return loss
-  }
-  for await (const _ of it.run()) expect(await it.validate(4)).toBe(await fresh())
-  const [first] = model.parameters('*o_proj*')
-  first?.write(new Float32Array(first.tensor.numel).fill(0.01))
-  expect(await it.validate(4)).toBe(await fresh())
-  const loaded = trainerOf({}, 3)
-  const before = await loaded.validate(4)
-  await loaded.resume(await saveCheckpoint(it, dir), { allow: ['accumulate'] })
-  expect(await loaded.validate(4)).not.toBe(before)
-  expect(await loaded.validate(4)).toBe(await fresh())
-  drop(it, loaded)
-})
+it.each([false, true])(
+  'T6: weights that changed in any way are quantized anew; kept for a step: %s',
+  async (cacheWeights) => {
+    // also between the micro-batches of a step, whose weights are those before it
+    const between: Promise<number>[] = []
+    let forwards = 0
+    const phase = (part: Phase) => {
+      if (part === 'forward' && ++forwards % 2 === 0) between.push(it.validate(2))
+    }
+    const it = trainerOf({ steps: 3, validate: { every: 1, sequences: 2 }, accumulate: 2, cacheWeights, phase })
+    const { model } = it
+    const fresh = async (): Promise<number> => {
+      const other = trainerOf({}, 2)
+      for (const [i, param] of model.parameters().entries())
+        other.model.parameters()[i]?.write((await param.tensor.read()) as Float32Array)
+      const loss = await other.validate(2)
+      drop(other)
+      return loss
+    }
+    const goals = [await fresh()]
+    for await (const { validation } of it.run()) {
+      goals.push(await fresh())
+      expect([validation, await it.validate(2)]).toEqual([goals.at(-1), goals.at(-1)])
+    }
+    expect(new Set(goals).size).toBe(4)
+    expect(await Promise.all(between)).toEqual(goals.slice(0, 3))
+    const [first] = model.parameters('*o_proj*')
+    first?.write(new Float32Array(first.tensor.numel).fill(0.01))
+    expect(await it.validate(2)).toBe(await fresh())
+    const loaded = trainerOf({ cacheWeights }, 3)
+    const before = await loaded.validate(2)
+    await loaded.resume(await saveCheckpoint(it, dir), { allow: ['accumulate'] })
+    expect(await loaded.validate(2)).not.toBe(before)
+    expect(await loaded.validate(2)).toBe(await fresh())
+    drop(it, loaded)
+  },
+)
 
 describe('another batch size after a resume', () => {
   it('goes on at the same place in the data, or is refused', async () => {

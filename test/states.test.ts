@@ -117,6 +117,29 @@ for (const device of devices)
         expect(await parts([1 + 2 ** -23])).toEqual({ high: [1], low: [2 ** -23] })
       })
 
+      it('splits at ties as everywhere: a value that it holds comes back bit for bit', async () => {
+        const random = new Random(22)
+        const highs = Array.from(
+          { length: 4096 },
+          () => (random.integer(2) << 15) | ((27 + random.integer(226)) << 7) | random.integer(128),
+        )
+        for (const low of [0x0000, 0x7fff, 0x8000, 0x8001, 0xffff]) {
+          const bits = Uint32Array.from(highs, (high) => ((high << 16) | low) >>> 0)
+          const values = [...new Float32Array(bits.buffer)]
+          const kept = await through('bf16x2', values, device)
+          const halves = await through('bf16', values, device)
+          const { high, low: rest } = await parts(values)
+          for (const [i, x] of values.entries()) {
+            const left = x - (high[i] as number) // exact: the two are within a factor of two
+            const error = Math.abs(x - (kept[i] as number))
+            expect(high[i]).toBe(halves[i])
+            expect(error).toBeLessThanOrEqual(low === 0x7fff || low === 0x8001 ? Math.abs(left) * 2 ** -8 : 0)
+            expect((high[i] as number) + (rest[i] as number)).toBe(kept[i])
+          }
+          expect(await through('bf16x2', kept, device)).toEqual(kept)
+        }
+      })
+
       it('a weight of 1 after 1000 additions of 2^-12 is 1.24414', async () => {
         let x = await as(await f32([1], device), 'bf16x2')
         for (let i = 0; i < 1000; i++)

@@ -293,16 +293,20 @@ describe('what is kept for backward', () => {
     expect(formats).not.toContain('linear e4m3/t')
   })
 
-  it('attention keeps 4.5 D bytes a token in FP8 instead of 8 D, and its projection makes its operand from them', () => {
-    const plain = kept('coat')
-    const fp8 = kept({ ...recipes.coat, attention: 'e4m3/g16' })
-    const ofAttention = ({ ledger }: typeof plain) => ledger.filter(({ op }) => op === 'attention')
-    const bytes = (rows: readonly { bytes: number }[]) => rows.reduce((sum, row) => sum + row.bytes, 0) / (2 * 32)
-    expect(bytes(ofAttention(plain))).toBe(8 * D + 4 * H)
-    expect(bytes(ofAttention(fp8))).toBe(4.5 * D)
-    expect(ofAttention(fp8).map(({ format }) => format)).toEqual(['e4m3/g16'])
-    expect(plain.perToken - fp8.perToken).toBe(3.5 * D + 4 * H)
-  })
+  it.each(['e4m3/g16', 'i8/g16'] as const)(
+    'of attention %s copies of q, k, v and the operand of its projection are kept: 4.375 D bytes a token, not 8 D',
+    (attention) => {
+      const plain = kept('coat')
+      const copies = kept({ ...recipes.coat, attention })
+      const bytes = ({ ledger }: typeof plain, name: string) =>
+        ledger.reduce((sum, row) => sum + (`${row.op} ${row.format}` === name ? row.bytes : 0), 0) / rows
+      expect(bytes(plain, 'attention bf16')).toBe(8 * D)
+      expect(copies.ledger.filter(({ op }) => op === 'attention').map(({ format }) => format)).toEqual([attention])
+      expect(bytes(copies, `attention ${attention}`)).toBe(3.375 * D)
+      expect(bytes(copies, 'linear e4m3/t')).toBe(D + 4 / rows)
+      expect(plain.perToken - copies.perToken).toBe(3.625 * D + 4 * H)
+    },
+  )
 
   it('is about twice that in bf16 and four times in fp32', () => {
     const coat = kept('coat').perToken

@@ -24,6 +24,7 @@ it('reads back what was written, in every format', async () => {
     'e4m3/t',
     'e5m2/t',
     'e4m3/g16',
+    'i8/g16',
     'e4m3/g128',
     'e4m3/b128',
     'e4m3/r',

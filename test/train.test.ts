@@ -1,18 +1,21 @@
 // coat-train end to end: configurations, runs that stop and go on, token files from all cores, and kills during saves.
 import { spawn, spawnSync } from 'node:child_process'
-import { cpSync, existsSync, mkdirSync, readdirSync, readFileSync, writeFileSync } from 'node:fs'
-import { join, resolve } from 'node:path'
+import { cpSync, existsSync, mkdirSync, readdirSync, readFileSync, statSync, writeFileSync } from 'node:fs'
+import { dirname, join, resolve } from 'node:path'
 import { createInterface } from 'node:readline'
 import { describe, expect, it } from 'vitest'
 import {
   ByteTokenizer,
+  CoatError,
   encodeDocuments,
   HuggingFaceTokenizer,
   LlamaForCausalLM,
   recipes,
   TokenDataset,
   type Tokenizer,
+  writeTokens,
 } from '../lib/index.ts'
+import { coatTrain } from '../train/cli.ts'
 import { checkedConfig, parseJsonc, problemsOf, readConfig } from '../train/config.ts'
 import { template } from '../train/template.ts'
 import { eachInFolder } from './folders.ts'
@@ -103,7 +106,7 @@ describe('a configuration', () => {
         'optimizer.betas is [1] and must be a list of 2 numbers',
         'optimizer.learningRate is unknown; the keys are rule, lr, weightDecay, rounding, seed, parameters, betas, eps, vFloor, allowUnsafe',
         'optimizer.momentum is unknown; the keys are rule, lr, weightDecay, rounding, seed, parameters, betas, eps, vFloor, allowUnsafe',
-        `recipe is "cot" and must be one of ${names}, changes of one as { base, … }, or all axes: recipe: 'cot' is unknown; the recipes are ${names}`,
+        `recipe is "cot" and must be a recipe, or { "base": a recipe, and axes that differ }: 'cot' is unknown; the recipes are ${names}`,
         'schedule.name is "cosin" and must be one of constant, linear, cosine, wsd',
         'validate.every is missing',
       ].sort(),
@@ -138,6 +141,153 @@ describe('a configuration', () => {
   })
 })
 
+describe('what is wrong is said in a line that names it, before there is anything in out:', () => {
+  const text = { text: 'book.txt', sequence: 16 }
+  const files: Record<string, string | Buffer> = {
+    'cut.json': '{ // a\n "batch": 1',
+    'none.json': '',
+    'empty.txt': ' \n',
+    'short.txt': 'short',
+    'binary.txt': Buffer.from([0x61, 0x00, 0x62]),
+    'latin.txt': Buffer.from('caf\xe9 '.repeat(100), 'latin1'),
+    'bad.jsonl': '{"text": 5}\n',
+    'broken/config.json': '{ "hidden_size": ',
+    'odd/tokenizer.json': '{}',
+  }
+  const bytes = [...new ByteTokenizer().encode(sentence.repeat(20))]
+  const cases: [string, object | string, RegExp, ...string[]][] = [
+    ['no configuration', 'nowhere.json', /^nowhere.json cannot be read: ENOENT/],
+    ['a folder', 'broken', /^broken cannot be read: EISDIR/],
+    ['JSON that ends', 'cut.json', /^cut.json, line 2: is no JSON: /],
+    ['an empty file', 'none.json', /^none.json: is no JSON: /],
+    ['an axis of a recipe', { recipe: { base: 'coat', w: 'f33' } }, /: w is 'f33' and must be one of 'f32', 'bf16'/],
+    [
+      'axes that do not go together',
+      { recipe: { base: 'coat', x: 'bf16' } },
+      /: x, w and dy must be all f32, all bf16/,
+    ],
+    ['an unknown axis', { recipe: { base: 'coat', ww: 'bf16' } }, /: axis 'ww' is unknown; the axes are x, w/],
+    ['an unknown base', { recipe: { base: 'cot' } }, /: 'cot' is unknown; the recipes are fp32/],
+    ['a recipe in part', { recipe: { x: 'bf16' } }, /, or all axes: w is 'undefined' and must be/],
+    ['no text', { data: { ...text, text: 'nowhere.txt' } }, /^data.text: nowhere.txt cannot be read: ENOENT/],
+    ['an empty text', { data: { ...text, text: 'empty.txt' } }, /^data.text: empty.txt: .* hold no text$/],
+    [
+      'a short text',
+      { data: { ...text, text: 'short.txt' } },
+      /^data.text: short.txt: .*4 tokens and must have at least/,
+    ],
+    [
+      'a folder without texts',
+      { data: { ...text, text: 'broken' } },
+      /^data.text: broken has no file that ends in .txt/,
+    ],
+    [
+      'bytes for a text',
+      { data: { ...text, text: 'binary.txt' } },
+      /^data.text: binary.txt has a NUL at byte 1 and must/,
+    ],
+    [
+      'another encoding',
+      { data: { ...text, text: 'latin.txt' } },
+      /^data.text: latin.txt is no UTF-8 and must be text/,
+    ],
+    [
+      'tokens for a text',
+      { data: { ...text, text: 'tokens.bin' } },
+      /^data.text: tokens.bin holds tokens, .* is for data.tokens/,
+    ],
+    [
+      'a line of JSON lines',
+      { data: { jsonl: 'bad.jsonl', sequence: 16 } },
+      /^data.jsonl: .*bad.jsonl, line 1: text is 5/,
+    ],
+    [
+      'a folder for JSON lines',
+      { data: { jsonl: 'odd', sequence: 16 } },
+      /^data.jsonl: .*odd is a folder and must be a file/,
+    ],
+    [
+      'a text for tokens',
+      { data: { tokens: 'book.txt', sequence: 16 } },
+      /^data.tokens: .*book.txt starts with "Four sco" and/,
+    ],
+    [
+      'a folder for tokens',
+      { data: { tokens: 'odd', sequence: 16 } },
+      /^data.tokens: .*odd is a folder and must be a file/,
+    ],
+    [
+      'tokens cut off',
+      { data: { tokens: 'cut.bin', sequence: 16 } },
+      /^data.tokens: .*cut.bin has 100 bytes and must have/,
+    ],
+    [
+      'a tokenizer',
+      { data: { ...text, tokenizer: 'odd' } },
+      /^data.tokenizer: .*odd\/tokenizer.json has no model.vocab/,
+    ],
+    [
+      'a vocabulary',
+      { model: { config: { ...small.model.config, vocab_size: 100 } } },
+      /vocab_size is 100 and must be at least 256, the vocabulary of the data/,
+    ],
+    [
+      'a sequence',
+      { data: { ...text, sequence: 65 } },
+      /^data.sequence is 65 and must be at most 64, the model's max_position_emb/,
+    ],
+    [
+      'a size',
+      { model: { config: { ...small.model.config, num_attention_heads: 5 } } },
+      /^model: config: hidden_size is 32 and must give/,
+    ],
+    [
+      'a field of the model',
+      { model: { config: { ...small.model.config, hiden_size: 5 } } },
+      /^model: config: hiden_size is 5 and is not known/,
+    ],
+    [
+      'no model',
+      { model: { from: 'odd' } },
+      /^model.from: .*odd\/config.json cannot be read: ENOENT/,
+      'odd/tokenizer.json',
+    ],
+    ['a model that is no JSON', { model: { from: 'broken' } }, /^model.from: .*broken\/config.json is no JSON: /],
+    [
+      'a sample without its tokenizer',
+      { data: { tokens: 'wide.bin', sequence: 16 }, sample: { prompt: 'a' } },
+      /^sample needs data.tokenizer, .* a vocabulary of 300, and bytes have one of 256/,
+    ],
+    ['--allow', {}, /^--allow is for a run that goes on and needs --resume/, '--allow', 'clip'],
+    ['--resume', {}, /^resume: out\/checkpoints has no complete checkpoint/, '--resume'],
+  ]
+  it.each(cases)('%s', async (_, changes, message, ...flags) => {
+    write({ ...small, ...(typeof changes === 'object' ? changes : {}) })
+    for (const [name, content] of Object.entries(files)) {
+      if (flags.includes(name)) continue
+      mkdirSync(join(folder, dirname(name)), { recursive: true })
+      writeFileSync(join(folder, name), content)
+    }
+    await writeTokens(join(folder, 'tokens.bin'), bytes, { vocabulary: 256 })
+    await writeTokens(join(folder, 'wide.bin'), bytes, { vocabulary: 300 })
+    writeFileSync(join(folder, 'cut.bin'), readFileSync(join(folder, 'tokens.bin')).subarray(0, 100))
+    const file = typeof changes === 'string' ? changes : 'config.json'
+    const before = process.cwd()
+    process.chdir(folder)
+    try {
+      const said: string[] = []
+      const args = flags.filter((flag) => !Object.hasOwn(files, flag))
+      const error = await coatTrain([file, ...args], (line) => said.push(line)).catch((caught) => caught)
+      expect(error).toBeInstanceOf(CoatError)
+      expect(error.message.replace(/^config.json has a problem:\n {2}recipe is .*? differ }/, '')).toMatch(message)
+      expect(error.message.split('\n').length).toBeLessThanOrEqual(2)
+      expect(existsSync('out')).toBe(false)
+    } finally {
+      process.chdir(before)
+    }
+  })
+})
+
 describe('a run', () => {
   it('leaves metrics, events, a report, checkpoints and a model; problems are one message', async () => {
     write({ ...small, sample: { prompt: 'Four ', maxTokens: 8 } })
@@ -160,11 +310,14 @@ describe('a run', () => {
     expect(readFileSync(join(folder, 'out/report.html'), 'utf8')).toContain('30 steps of 4 × 16 tokens, coat.')
     using model = await LlamaForCausalLM.fromPretrained(join(folder, 'out/model'), { recipe: 'fp32' })
     expect(model.config.vocab_size).toBe(256)
-    const bad = run('config.json', '--set', 'data.text=nowhere.txt')
+    // the same again would end this run
+    const before = metrics()
+    const bad = run('config.json', '--set', 'steps=31')
     expect([bad.status, bad.stdout]).toEqual([1, ''])
-    expect(bad.stderr).toMatch(/^error: nowhere.txt cannot be read: ENOENT/)
-    const narrow = run('config.json', '--set', 'model.config.vocab_size=100')
-    expect(narrow.stderr).toMatch(/vocab_size is 100 and must be at least 256, the vocabulary of the data/)
+    expect(bad.stderr).toBe(
+      'error: out/checkpoints/step-00000030 is of a run that --resume goes on with; a new one needs another out, or out to be removed\n',
+    )
+    expect(metrics()).toEqual(before)
   })
 
   /** Sends signals when the first steps are reported; resolves to how the process ended. */
@@ -318,6 +471,12 @@ describe('prepare', () => {
     expect(run('prepare', 'bad.jsonl', '--out', 'bad.bin').stderr).toMatch(/bad.jsonl, line 1: is no JSON/)
     mkdirSync(join(folder, 'none'))
     expect(run('prepare', 'none', '--out', 'bad.bin').stderr).toMatch(/none has no file that ends in .txt or .jsonl/)
+    writeFileSync(join(folder, 'empty.txt'), '')
+    expect(run('prepare', 'empty.txt', '--out', 'bad.bin').stderr).toMatch(/empty.txt hold no text/)
+    writeFileSync(join(folder, 'binary.txt'), Buffer.from([0x61, 0]))
+    expect(run('prepare', 'binary.txt', '--out', 'bad.bin').stderr).toMatch(/binary.txt has a NUL at byte 1/)
+    expect(run('prepare', 'all.bin', '--out', 'bad.bin').stderr).toMatch(/all.bin holds tokens, as coat-train prepare/)
+    expect(run('prepare', '0.txt', '--out', 'none').stderr).toMatch(/none cannot be written: it is a folder/)
     expect(run('prepare', '0.txt', '--out', 'bad.bin', '--tokenizer', 'none').stderr).toMatch(
       /tokenizer.json cannot be/,
     )
@@ -325,11 +484,12 @@ describe('prepare', () => {
   })
 })
 
+const saver = join(import.meta.dirname, 'saver.mjs')
+
 /** Runs test/saver.mjs until `enough(line)`, then kills it; resolves to its lines, and how it ended. */
 function killed(dir: string, resume: boolean, enough: (line: string) => boolean) {
   return new Promise<{ lines: string[]; signal: string | null }>((done, fail) => {
-    const file = join(import.meta.dirname, 'saver.mjs')
-    const child = spawn(process.execPath, [file, dir, ...(resume ? ['resume'] : [])], {
+    const child = spawn(process.execPath, [saver, dir, ...(resume ? ['resume'] : [])], {
       stdio: ['ignore', 'pipe', 'inherit'],
     })
     const lines: string[] = []
@@ -377,4 +537,27 @@ it('C3: killed with SIGKILL at 20 random instants of saves, the latest checkpoin
   expect(stepOf(lines, 'resumed')).toBeGreaterThanOrEqual(saved)
   // leftovers of kills go with the next save
   expect(readdirSync(dir).filter((name) => name.startsWith('.')).length).toBeLessThanOrEqual(1)
+})
+
+it('C3: a disk that takes half a checkpoint leaves the one before, and the run goes on when there is room', async () => {
+  const dir = join(folder, 'checkpoints')
+  const { lines } = await killed(dir, false, (line) => line === 'saved 2')
+  expect(lines.at(-1)).not.toBe('')
+  const saved = () => readdirSync(dir).filter((name) => name.startsWith('step-'))
+  const before = saved()
+  const newest = join(dir, before.sort().at(-1) as string)
+  const half = Math.floor(statSync(join(newest, 'model.safetensors')).size / 2048)
+  expect(half).toBeGreaterThan(1)
+  // the system refuses what goes beyond this many KiB of a file, after it took what fits
+  const limited = spawnSync(
+    'bash',
+    ['-c', 'ulimit -f "$0" && exec "$@"', String(half), process.execPath, saver, dir, 'resume'],
+    { encoding: 'utf8' },
+  )
+  expect(limited.stderr).toMatch(/saveCheckpoint: .* cannot be written: EFBIG/)
+  expect(limited.stdout).toMatch(/^write$/m)
+  expect(limited.status).toBe(1)
+  expect(readdirSync(dir).sort()).toEqual(before.sort())
+  const again = await killed(dir, true, (line) => line.startsWith('saved'))
+  expect(again.lines.find((line) => line.startsWith('resumed'))).toBe(`resumed ${Number(newest.slice(-8))}`)
 })

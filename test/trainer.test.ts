@@ -12,12 +12,14 @@ import {
   recipes,
   type StepMetrics,
   scope,
+  sgd,
   Tensor,
   TextDataset,
   Trainer,
   type TrainerOptions,
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
+import { Bigram, listed, logitOf } from './bigram.ts'
 import { smallLlama as config, sentence } from './values.ts'
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
@@ -183,7 +185,45 @@ it('stops after too many skips in a row and names the parameter', async () => {
   model.dispose()
 })
 
-it('takes the mean by tokens over micro-batches', async () => {
+describe('T1: micro-batches with 1 token of loss 4 and 3 tokens of mean loss 1', () => {
+  const rows = [
+    [0, logitOf(4)],
+    [0, logitOf(1)],
+  ]
+  const one = { ids: [0, 0, 0], targets: [0, -100, -100] }
+  const three = { ids: [1, 1, 1], targets: [0, 0, 0] }
+  /** Metrics of a step, and what the table got as its gradient. */
+  async function stepOf(batches: (typeof one)[]): Promise<{ metrics: StepMetrics; gradient: number[] }> {
+    using model = new Bigram(rows)
+    const options = { data: listed(...batches), batch: 1, accumulate: batches.length, steps: 1, clip: 0 }
+    using it = new Trainer(model, { ...options, optimizer: sgd({ lr: 1, momentum: 0 }) })
+    const metrics = await it.step()
+    const moved = [...((await model.table.tensor.read()) as Float32Array)]
+    return { metrics, gradient: rows.flat().map((before, i) => Math.fround(before) - (moved[i] as number)) }
+  }
+
+  it('have 1.75, where the mean of means has 2.5, and the gradient of one batch', async () => {
+    const { metrics, gradient } = await stepOf([one, three])
+    expect(metrics.tokens).toBe(4)
+    expect(metrics.loss).toBeCloseTo(1.75, 6)
+    const whole = await stepOf([{ ids: [...one.ids, ...three.ids], targets: [...one.targets, ...three.targets] }])
+    expect(whole.metrics.loss).toBeCloseTo(1.75, 6)
+    // softmax less target, by tokens: the probability of the first is e to minus the loss
+    const [p, q] = [Math.exp(-4), Math.exp(-1)]
+    const expected = [(p - 1) / 4, (1 - p) / 4, (3 * (q - 1)) / 4, (3 * (1 - q)) / 4]
+    for (const [i, value] of expected.entries()) {
+      expect(Math.abs((gradient[i] as number) - value)).toBeLessThan(1e-6)
+      expect(Math.abs((gradient[i] as number) - (whole.gradient[i] as number))).toBeLessThan(1e-6)
+    }
+  })
+
+  it('and the loss that is told does not grow with how many there are', async () => {
+    const pairs = Array.from({ length: 8 }, (_, i) => (i % 2 ? three : one))
+    expect((await stepOf(pairs)).metrics.loss).toBeCloseTo(1.75, 6)
+  })
+})
+
+it('T1: takes the mean by tokens over micro-batches of a model', async () => {
   // two micro-batches with 1 and 63 counted tokens against one batch with all of them
   const rows = (batch: Batch, from: number, to: number): Batch => ({
     sequence: 32,
@@ -212,19 +252,48 @@ it('takes the mean by tokens over micro-batches', async () => {
   }
 })
 
-it('a batch without any counted token changes nothing but counts as a step of loss 0', async () => {
+describe('T3: a batch without any counted token', () => {
   const empty: Dataset = {
     sequence: 32,
     batch: (index, size) => ({ ...data.batch(index, size), targets: new Int32Array(32 * size).fill(-100) }),
     validation: () => [],
   }
-  const { model, trainer: it } = trainer('coat', { data: empty, optimizer: { lr: 0.01, weightDecay: 0 } })
-  const before = await Promise.all(model.parameters().map(({ tensor }) => tensor.readBytes()))
-  const metrics = await it.step()
-  expect(metrics).toMatchObject({ loss: 0, gradNorm: 0, tokens: 0, skipped: false })
-  expect(await Promise.all(model.parameters().map(({ tensor }) => tensor.readBytes()))).toEqual(before)
-  it.dispose()
-  model.dispose()
+  const values = (model: LlamaForCausalLM) =>
+    Promise.all(model.parameters().map(async ({ tensor }) => (await tensor.read()) as Float32Array))
+
+  it.each(['fp32', 'bf16', 'coat'] as const)('%s: counts as a step of loss 0 whose gradient is 0', async (recipe) => {
+    const { model, trainer: it } = trainer(recipe, { data: empty, optimizer: { lr: 0.01, weightDecay: 0 } })
+    const before = await values(model)
+    const metrics = await it.step()
+    expect(metrics).toMatchObject({ step: 1, loss: 0, gradNorm: 0, tokens: 0, skipped: false, skippedSteps: 0 })
+    expect(await values(model)).toEqual(before)
+    it.dispose()
+    model.dispose()
+  })
+
+  it('decays weights all the same, as every step, and nothing else', async () => {
+    const { model, trainer: it } = trainer('fp32', { data: empty, optimizer: { lr: 0.01, weightDecay: 0.1 } })
+    const before = await values(model)
+    await it.step()
+    const after = await values(model)
+    for (const [p, { decay, name }] of model.parameters().entries())
+      for (const [i, value] of (before[p] as Float32Array).entries())
+        expect(Math.abs((after[p]?.[i] as number) - value * (decay ? 0.999 : 1)), name).toBeLessThan(1e-7)
+    it.dispose()
+    model.dispose()
+  })
+
+  it('costs nothing beside a batch that has some', async () => {
+    const half: Dataset = { ...empty, batch: (index, size) => (index % 2 ? empty : data).batch(index >> 1, size) }
+    const a = trainer('fp32', { data: half, accumulate: 2 })
+    const b = trainer('fp32', { data })
+    const [with_, without] = [await a.trainer.step(), await b.trainer.step()]
+    expect(with_).toMatchObject({ loss: without.loss, tokens: without.tokens, gradNorm: without.gradNorm })
+    for (const { model, trainer: it } of [a, b]) {
+      it.dispose()
+      model.dispose()
+    }
+  })
 })
 
 it('what is made again in backward changes memory, not the result', async () => {

@@ -73,7 +73,6 @@ export type Scalar =
   | 'max_norm'
   | 'scale'
   | 'seed'
-  | 'weight'
   | 'window'
 export type List = 'g' | 'lost' | 'm' | 'master' | 'p' | 'v'
 export type Name =
@@ -97,6 +96,7 @@ export type Name =
       | 'qkv'
       | 'residual'
       | 'rstd'
+      | 'weight'
     )
   | ('starts' | 'table' | 'targets' | 'w' | 'x' | 'y')
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */

@@ -5,7 +5,7 @@ import { constants } from 'node:os'
 import { Command } from 'commander'
 import { count, start } from '../bench/options.ts'
 import { CoatError } from '../lib/index.ts'
-import { showNumber } from '../lib/report.ts'
+import { claim, showNumber } from '../lib/report.ts'
 import { readConfig } from './config.ts'
 import { prepare } from './prepare.ts'
 import { train } from './run.ts'
@@ -21,6 +21,7 @@ interface Flags {
 export async function coatTrain(args: readonly string[], print: (text: string) => void = console.log): Promise<void> {
   const program = new Command('coat-train')
     .description('Pre-trains and fine-tunes language models in FP8.')
+    .showHelpAfterError('(coat-train --help lists the commands, coat-train help COMMAND the options of one)')
     .exitOverride()
   const collect = (value: string, before: string[]) => [...before, value]
   program
@@ -43,6 +44,7 @@ export async function coatTrain(args: readonly string[], print: (text: string) =
     .allowExcessArguments(false)
     .action((file: string) => {
       if (existsSync(file)) throw new CoatError(`${file} is there already`, 'path', 'coat-train', 'file')
+      claim(file)
       writeFileSync(file, template)
       print(`wrote ${file}; set its paths, then: npx coat-train ${file}`)
     })

@@ -8,7 +8,6 @@ import {
   type RecipeName,
   type Recompute,
   recipe,
-  recipes,
 } from '../lib/index.ts'
 import { recomputes } from '../lib/tape.ts'
 
@@ -37,6 +36,7 @@ export interface RunConfig {
   recompute?: Recompute
   optimizerInBackward?: boolean
   cacheWeights?: boolean
+  graph?: boolean
   optimizer: { rule: 'adamw' | 'lion' | 'sgd'; [name: string]: unknown }
   schedule: { name: 'constant' | 'linear' | 'cosine' | 'wsd'; warmup?: number; floor?: number; decay?: number }
   spike?: { sigma: number; window?: number }
@@ -86,7 +86,9 @@ const anyRecipe: Check = (value) => {
     recipe(value as RunConfig['recipe'])
     return null
   } catch (error) {
-    return `one of ${Object.keys(recipes).join(', ')}, changes of one as { base, … }, or all axes: ${(error as Error).message}`
+    const reason = (error as Error).message.replace(/^recipe: /, '')
+    const partial = isObject(value) && value.base === undefined
+    return `a recipe, or { "base": a recipe, and axes that differ }${partial ? ', or all axes' : ''}: ${reason}`
   }
 }
 
@@ -136,6 +138,7 @@ function shapeOf(config: Record<string, unknown>): Shape {
     recompute: oneOf(...recomputes),
     optimizerInBackward: flag,
     cacheWeights: flag,
+    graph: flag,
     optimizer: {
       rule: oneOf(...Object.keys(rules)),
       lr: number(0),
@@ -243,12 +246,23 @@ export function readConfig(file: string, changes: readonly string[] = []): RunCo
   const fail = (message: string, argument = 'config'): never => {
     throw new CoatError(message, 'config', 'coat-train', argument)
   }
+  let source = ''
   let config: unknown
   try {
-    config = parseJsonc(readFileSync(file, 'utf8'))
+    source = readFileSync(file, 'utf8')
   } catch (error) {
     fail(`${file} cannot be read: ${(error as Error).message}`)
   }
+  try {
+    config = parseJsonc(source)
+  } catch (error) {
+    const { message } = error as Error
+    // Node says where by characters, if at all; comments were replaced one by one
+    const place = /at position (\d+)/.exec(message)?.[1]
+    const line = place === undefined ? '' : `, line ${source.slice(0, Number(place)).split('\n').length}`
+    fail(`${file}${line}: is no JSON: ${message}`)
+  }
+  if (!isObject(config)) return checkedConfig(config, file)
   for (const change of changes) {
     const [, path = '', value = ''] = /^([\w.]+)=(.*)$/s.exec(change) ?? fail(`'${change}' must be key=value`, '--set')
     const keys = path.split('.')

@@ -1,14 +1,13 @@
 // `coat-train prepare`: text files and JSON lines to one token file, tokenized by all cores.
 import { statSync } from 'node:fs'
-import { readFile } from 'node:fs/promises'
 import { availableParallelism } from 'node:os'
 import { extname } from 'node:path'
 import { Worker } from 'node:worker_threads'
 import { SingleBar } from 'cli-progress'
 import { ByteTokenizer, CoatError, HuggingFaceTokenizer, writeTokens } from '../lib/index.ts'
 import { linesOf } from '../lib/jsonl.ts'
-import { showBytes, showNumber } from '../lib/report.ts'
-import { textFiles } from './run.ts'
+import { claim, showBytes, showNumber } from '../lib/report.ts'
+import { readText, shownFiles, textFiles } from './texts.ts'
 
 export interface PrepareOptions {
   /** The token file. */
@@ -44,6 +43,7 @@ export async function prepare(
   { out, tokenizer, threads = availableParallelism() }: PrepareOptions,
 ): Promise<Prepared> {
   const files = textFiles(inputs, ['.txt', '.jsonl'])
+  claim(out)
   const total = files.reduce((sum, file) => sum + statSync(file).size, 0)
   const { size: vocabulary } =
     tokenizer === undefined ? new ByteTokenizer() : await HuggingFaceTokenizer.open(tokenizer)
@@ -60,6 +60,7 @@ export async function prepare(
       return done
     }
     for await (const { texts, read } of textsOf(files)) {
+      if (texts.length === 0 && documents === 0) fail(`${shownFiles(files)} hold no text`)
       documents += texts.length
       const ids = (workers[next++ % threads] as Encoder).encode(texts)
       ids.catch(() => {}) // it is heard of when its turn comes
@@ -101,7 +102,7 @@ async function* whole(file: string, size: number): AsyncGenerator<string> {
     fail(
       `${file} has ${showBytes(size)} and must have at most ${showBytes(longestFile)}: split it, or make it JSON lines`,
     )
-  yield await readFile(file, 'utf8')
+  yield await readText(file)
 }
 
 async function* lines(file: string): AsyncGenerator<string> {

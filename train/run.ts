@@ -1,7 +1,8 @@
 // One run after its configuration: model and data, the loop with its logs, and what it leaves behind.
-import { existsSync, readdirSync, readFileSync, statSync } from 'node:fs'
+import { existsSync, readFileSync } from 'node:fs'
 import { copyFile, readFile } from 'node:fs/promises'
 import { join } from 'node:path'
+import { foldersOf } from '../lib/checkpoint.ts'
 import {
   adamw,
   ByteTokenizer,
@@ -31,6 +32,7 @@ import {
 } from '../lib/index.ts'
 import { peakOf, peakQuantities, reportHtml, type Step, showNumber, writeWhole } from '../lib/report.ts'
 import type { RunConfig } from './config.ts'
+import { readText, shownFiles, textFiles } from './texts.ts'
 
 export interface RunFlags {
   resume?: boolean
@@ -44,11 +46,12 @@ export async function train(
   flags: RunFlags,
   print: (text: string) => void,
 ): Promise<NodeJS.Signals | null> {
+  await expectFresh(config, flags)
   using where = device(config.device)
   const tokenizer = await tokenizerOf(config)
   const { data, vocabulary } = await dataOf(config, tokenizer)
   using model = await modelOf(config, where, vocabulary)
-  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights } = config
+  const { out, validate, spike, checkpoint, recompute, optimizerInBackward, cacheWeights, graph } = config
   for (const pattern of config.freeze) freeze(model, pattern)
   using trainer = new Trainer(model, {
     data,
@@ -63,6 +66,7 @@ export async function train(
     ...(recompute ? { recompute } : {}),
     ...(optimizerInBackward ? { optimizerInBackward } : {}),
     ...(cacheWeights ? { cacheWeights } : {}),
+    ...(graph ? { graph } : {}),
     ...(validate ? { validate } : {}),
     ...(checkpoint ? { checkpoint: { ...checkpoint, dir: join(out, 'checkpoints') } } : {}),
   })
@@ -84,7 +88,9 @@ export async function train(
     }
   }
   if (trainer.stopped) {
-    const kept = checkpoint ? `; step ${trainer.optimizer.steps} is saved, --resume goes on from it` : ''
+    const kept = checkpoint
+      ? `; step ${trainer.optimizer.steps} is saved, --resume goes on from it`
+      : '; nothing is saved, for the configuration has no checkpoint'
     print(`stopped by ${trainer.stopped}${kept}`)
     return trainer.stopped as NodeJS.Signals
   }
@@ -99,65 +105,85 @@ export async function train(
   return null
 }
 
+/** Without `resume` a run must not take the place of one that could go on. */
+async function expectFresh({ out }: RunConfig, { resume = false, allow = [] }: RunFlags): Promise<void> {
+  if (!resume && allow.length > 0) refuse('--allow is for a run that goes on and needs --resume', '--allow')
+  const [newest] = resume ? [] : await foldersOf(join(out, 'checkpoints'))
+  if (newest)
+    refuse(
+      `${newest.folder} is of a run that --resume goes on with; a new one needs another out, or ${out} to be removed`,
+      'out',
+    )
+}
+
+function refuse(message: string, argument: string): never {
+  throw new CoatError(message, 'config', 'coat-train', argument)
+}
+
+/** Errors of f with the key of the configuration that they are about. */
+async function about<Result>(key: string, f: () => Result | Promise<Result>): Promise<Result> {
+  try {
+    return await f()
+  } catch (error) {
+    if (!(error instanceof CoatError)) throw error
+    throw new CoatError(`${key}: ${error.message}`, error.code, error.op, key, { cause: error })
+  }
+}
+
 const recipeName = ({ recipe }: RunConfig) => (typeof recipe === 'string' ? recipe : 'custom')
 
-async function tokenizerOf({ model, data }: RunConfig): Promise<Tokenizer> {
-  if (data.tokenizer !== undefined) return HuggingFaceTokenizer.open(data.tokenizer)
-  if (model.from !== undefined && existsSync(join(model.from, 'tokenizer.json')))
-    return HuggingFaceTokenizer.open(model.from)
+async function tokenizerOf({ model: { from }, data: { tokenizer } }: RunConfig): Promise<Tokenizer> {
+  if (tokenizer !== undefined) return about('data.tokenizer', () => HuggingFaceTokenizer.open(tokenizer))
+  if (from !== undefined && existsSync(join(from, 'tokenizer.json')))
+    return about('model.from', () => HuggingFaceTokenizer.open(from))
   return new ByteTokenizer()
 }
 
 /** The data, and above which id there is none. */
-async function dataOf({ data }: RunConfig, tokenizer: Tokenizer): Promise<{ data: Dataset; vocabulary: number }> {
-  const { sequence, seed, heldOut } = data
+async function dataOf(
+  { data, sample }: RunConfig,
+  tokenizer: Tokenizer,
+): Promise<{ data: Dataset; vocabulary: number }> {
+  const { sequence, seed, heldOut, tokens, jsonl, text = [] } = data
   const order = { sequence, seed, heldOut }
   const vocabulary = tokenizer.size
-  if (data.tokens !== undefined) {
-    const files = await TokenDataset.open(data.tokens, order)
+  if (tokens !== undefined) {
+    const files = await about('data.tokens', () => TokenDataset.open(tokens, order))
+    if (sample && files.vocabulary > vocabulary)
+      refuse(
+        `sample needs data.tokenizer, with which data.tokens were made: they have a vocabulary of ${files.vocabulary}, and ${data.tokenizer === undefined ? 'bytes have' : 'it has'} one of ${vocabulary}`,
+        'data.tokenizer',
+      )
     return { data: files, vocabulary: files.vocabulary }
   }
-  if (data.jsonl !== undefined)
-    return { data: await JsonlDataset.open(data.jsonl, { ...order, tokenizer }), vocabulary }
-  const documents = textFiles([data.text ?? []].flat()).map((file) => readFileSync(file, 'utf8'))
-  return { data: new TextDataset(documents, { ...order, tokenizer }), vocabulary }
-}
-
-/** The files themselves, and of folders all that end in one of `endings`, by name. */
-export function textFiles(paths: readonly string[], endings: readonly string[] = ['.txt']): string[] {
-  return paths.flatMap((path) => {
-    let folder: boolean
-    try {
-      folder = statSync(path).isDirectory()
-    } catch (error) {
-      throw new CoatError(`${path} cannot be read: ${(error as Error).message}`, 'path', 'coat-train', 'data')
-    }
-    if (!folder) return [path]
-    const names = readdirSync(path, { recursive: true, encoding: 'utf8' }).sort()
-    const files = names
-      .filter((name) => endings.some((ending) => name.endsWith(ending)))
-      .map((name) => join(path, name))
-    if (files.length === 0)
-      throw new CoatError(`${path} has no file that ends in ${endings.join(' or ')}`, 'path', 'coat-train', 'data')
-    return files
-  })
+  if (jsonl !== undefined)
+    return { data: await about('data.jsonl', () => JsonlDataset.open(jsonl, { ...order, tokenizer })), vocabulary }
+  const files = await about('data.text', () => textFiles([text].flat()))
+  const documents = await about('data.text', () => Promise.all(files.map(readText)))
+  const made = () => new TextDataset(documents, { ...order, tokenizer })
+  return { data: await about(`data.text: ${shownFiles(files)}`, made), vocabulary }
 }
 
 async function modelOf(config: RunConfig, where: Device, vocabulary: number): Promise<LlamaForCausalLM> {
   const { model, recipe, seed } = config
   const options = { recipe, device: where, seed }
+  const { from } = model
   const made =
-    model.from === undefined
-      ? new LlamaForCausalLM({ vocab_size: vocabulary, ...model.config }, options)
-      : await LlamaForCausalLM.fromPretrained(model.from, options)
-  const has = made.config.vocab_size
-  if (has >= vocabulary) return made
+    from === undefined
+      ? await about('model', () => new LlamaForCausalLM({ vocab_size: vocabulary, ...model.config }, options))
+      : await about('model.from', () => LlamaForCausalLM.fromPretrained(from, options))
+  const { vocab_size: ids, max_position_embeddings: positions } = made.config
+  const { sequence } = config.data
+  if (ids >= vocabulary && (positions === undefined || positions >= sequence)) return made
   made.dispose()
-  throw new CoatError(
-    `the model's vocab_size is ${has} and must be at least ${vocabulary}, the vocabulary of the data`,
-    'config',
-    'coat-train',
-    'model.config.vocab_size',
+  if (ids < vocabulary)
+    refuse(
+      `the model's vocab_size is ${ids} and must be at least ${vocabulary}, the vocabulary of the data`,
+      'model.config.vocab_size',
+    )
+  refuse(
+    `data.sequence is ${sequence} and must be at most ${positions}, the model's max_position_embeddings`,
+    'data.sequence',
   )
 }
 

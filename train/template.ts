@@ -31,6 +31,7 @@ export const template = `// A run of coat-train: npx coat-train config.json. Com
   "steps": 200,
   "clip": 1, // largest norm of the gradients
   // "recompute": "layer", // less memory, more work; "optimizerInBackward" and "cacheWeights" trade likewise
+  // "graph": true, // on a GPU: steps as CUDA graphs, for small models
   "maxSkips": 10, // steps that may be skipped in a row
 
   "optimizer": { "rule": "adamw", "lr": 2e-3, "betas": [0.9, 0.95], "weightDecay": 0.1 }, // or lion, sgd

@@ -57,7 +57,7 @@ void cross_entropy_forward(const cross_entropy_forward_args& args) {
     }
   });
   const double total = sum_of(M, [&](int64_t m) { return losses[m]; });
-  *args.loss.as<float>() = static_cast<float>(total * static_cast<double>(args.weight));
+  *args.loss.as<float>() = static_cast<float>(total * static_cast<double>(*args.weight.as<float>()));
 }
 
 void cross_entropy_backward(const cross_entropy_backward_args& args) {
@@ -65,7 +65,7 @@ void cross_entropy_backward(const cross_entropy_backward_args& args) {
   check_targets(args.targets, V, args.ignore);
   const int32_t* target = args.targets.as<int32_t>();
   const float* lse = args.lse.as<float>();
-  const float factor = *args.dloss.as<float>() * args.weight;
+  const float factor = *args.dloss.as<float>() * *args.weight.as<float>();
   write_rows(args.dx, {}, [&](int64_t m, float* out) {
     if (target[m] == args.ignore) {
       std::fill(out, out + V, 0.f);

@@ -3,6 +3,7 @@
 #include "../ops.h"
 #include "gemm.h"
 #include "parallel.h"
+#include "rows.h"
 
 namespace coat::cpu {
 namespace {
@@ -187,6 +188,36 @@ void multiply(Form form, const Args& args) {
 }  // namespace
 
 void matmul_nt(const matmul_nt_args& args) { multiply(Form::nt, args); }
+
+void matmul_nt_rope(const matmul_nt_rope_args& args) {
+  constexpr int64_t kRows = 4 * kRowsOfTask;  // whose sums wait to be turned
+  check_rotation(args.D, 1);
+  const int64_t M = args.y.shape.rows(), N = args.y.shape.cols(), K = args.a.shape.cols(), T = args.table.shape.rows();
+  const float* table = args.table.as<float>();
+  const int32_t* starts = args.starts.as<int32_t>();
+  const Writer writer(args.y, {});
+  std::vector<float> sums(std::min(M, kRows) * N);
+  for (int64_t first = 0; first < M; first += kRows) {
+    const int64_t rows = std::min(M - first, kRows);
+    Tensor a = args.a, y = args.y;
+    a.data += first * code_bytes(a.format.dtype, K);
+    a.shape.dims[0] = y.shape.dims[0] = rows;
+    y.format = F32::format();
+    y.data = reinterpret_cast<uint8_t*>(sums.data());
+    Product p{{a, false, 0, K}, {args.b, false, 0, K}, rows, N, K, y};
+    p.scale = scale_of(args.a) * scale_of(args.b);
+    make(p, args.bias);
+    parallel(rows, rows_of_chunk(N), [&](int64_t begin, int64_t end) {
+      for (int64_t m = first + begin; m < first + end; ++m) {
+        float* row = sums.data() + (m - first) * N;
+        const int64_t position = rope_position(m % T, starts ? starts[m] : 0, T);
+        turn_heads(row, args.H + args.J, args.D, table + position * args.D);
+        writer.write(m * N, (m + 1) * N, row);
+      }
+    });
+  }
+}
+
 void matmul_nn(const matmul_nn_args& args) { multiply(Form::nn, args); }
 void matmul_tn(const matmul_tn_args& args) { multiply(Form::tn, args); }
 void matmul_nt_into(const matmul_nt_into_args& args) { multiply(Form::nt, args); }

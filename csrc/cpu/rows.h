@@ -41,6 +41,19 @@ class Writer {
   std::atomic<int64_t> infs_{0};
 };
 
+// Turns `heads` heads of a row as rope does: pairs (i, i + D/2) by `turn`, D/2 cosines and D/2 sines.
+inline void turn_heads(float* row, int64_t heads, int64_t D, const float* turn, float sign = 1.f) {
+  const int64_t half = D / 2;
+  for (int64_t head = 0; head < heads; ++head) {
+    float *first = row + head * D, *second = first + half;
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = first[i], b = second[i], s = turn[half + i] * sign;
+      first[i] = fma_(a, turn[i], -(b * s));
+      second[i] = fma_(b, turn[i], a * s);
+    }
+  }
+}
+
 // Fills y, seen as [rows, cols] and cut into pieces of at most `piece` elements of a row, with what body(begin, end,
 // out) computes in f32. Runs body twice a piece where a scale has to be measured: cheaper than keeping the f32 values.
 template <class Body>

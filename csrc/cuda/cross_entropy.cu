@@ -142,23 +142,23 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 }
 
 // One block: thread i adds rows i, i + 1024, …; then the block's tree.
-__global__ void cross_entropy_forward_kernel_sum(const double* losses, float* loss, int64_t M, float weight) {
+__global__ void cross_entropy_forward_kernel_sum(const double* losses, float* loss, int64_t M, const float* weight) {
   double sum = 0;
 #pragma unroll 8
   for (int64_t m = threadIdx.x; m < M; m += 1024) sum += losses[m];
   sum = block_sum(sum);
-  if (threadIdx.x == 0) *loss = static_cast<float>(sum * static_cast<double>(weight));
+  if (threadIdx.x == 0) *loss = static_cast<float>(sum * static_cast<double>(*weight));
 }
 
 // One block a row; an ignored row is not read. Moves sizeof(logit) + sizeof(dx) bytes an element.
 template <class Logits, class DX, bool Whole>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     cross_entropy_backward_kernel(const float* dloss, Logits logits, const int32_t* targets, const float* lse, DX dx,
-                                  int64_t M, int64_t V, int64_t ignore, float weight, Status* status) {
+                                  int64_t M, int64_t V, int64_t ignore, const float* weight, Status* status) {
   using In = CodeOf<Logits>;
   using Out = CodeOf<DX>;
   constexpr int E = kLane<In, Out>, U = kBackwardAhead;
-  const float factor = *dloss * weight;
+  const float factor = *dloss * *weight;
   for (int64_t m = blockIdx.x; m < M; m += gridDim.x) {
     const int64_t row = m * V, target = targets[m];
     const bool counts = good_target(target, ignore, m, V, status);
@@ -210,7 +210,7 @@ void cross_entropy_forward(const cross_entropy_forward_args& args) {
            losses.as<double>(), M, V, args.ignore, args.logits.status);
   });
   launch("cross_entropy_forward", cross_entropy_forward_kernel_sum, 1, 1024, 0, losses.as<double>(),
-         args.loss.as<float>(), M, args.weight);
+         args.loss.as<float>(), M, args.weight.as<float>());
 }
 
 void cross_entropy_backward(const cross_entropy_backward_args& args) {
@@ -223,7 +223,7 @@ void cross_entropy_backward(const cross_entropy_backward_args& args) {
       launch("cross_entropy_backward",
              whole ? cross_entropy_backward_kernel<Logits, DX, true> : cross_entropy_backward_kernel<Logits, DX, false>,
              blocks_of(M), kBackwardThreads, 0, args.dloss.as<float>(), logits, args.targets.as<int32_t>(),
-             args.lse.as<float>(), dx, M, V, args.ignore, args.weight, args.logits.status);
+             args.lse.as<float>(), dx, M, V, args.ignore, args.weight.as<float>(), args.logits.status);
     });
   });
 }

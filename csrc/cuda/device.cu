@@ -21,14 +21,6 @@ struct Context {
 };
 thread_local Context context;
 
-bool wait_after_every_op() {
-  static const bool on = [] {
-    const char* text = std::getenv("COAT_SYNC");
-    return text && *text && std::strcmp(text, "0") != 0;
-  }();
-  return on;
-}
-
 constexpr size_t kKeptOps = 64;
 
 std::string names(const std::vector<std::string>& ops) {
@@ -57,6 +49,14 @@ void judge(cudaError_t result, Status* status, const std::vector<std::string>& o
 }
 
 }  // namespace
+
+bool waits_after_every_op() {
+  static const bool on = [] {
+    const char* text = std::getenv("COAT_SYNC");
+    return text && *text && std::strcmp(text, "0") != 0;
+  }();
+  return on;
+}
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
@@ -129,6 +129,7 @@ Status* status() {
 }
 
 uint8_t* allocate(int64_t bytes) {
+  if (records()) return allocate_recorded(bytes);
   void* data = nullptr;
   const cudaError_t result = cudaMallocAsync(&data, static_cast<size_t>(bytes < 1 ? 1 : bytes), stream());
   if (result == cudaErrorMemoryAllocation) {
@@ -141,7 +142,7 @@ uint8_t* allocate(int64_t bytes) {
 
 // Not checked: it runs in destructors, and a device that failed says so at the next wait.
 void release(uint8_t* data) {
-  if (data && context.stream) cudaFreeAsync(data, context.stream);
+  if (data && context.stream && !release_recorded(data)) cudaFreeAsync(data, context.stream);
 }
 
 void fill(uint8_t* data, int value, int64_t bytes) {
@@ -150,6 +151,12 @@ void fill(uint8_t* data, int value, int64_t bytes) {
 
 namespace {
 
+// One thread a word.
+__global__ void fill_words_kernel(uint32_t* data, uint32_t word, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) data[i] = word;
+}
+
 // One thread a byte of a guard.
 __global__ void check_bytes_kernel(const uint8_t* data, uint8_t value, int64_t count, Status* status) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -157,6 +164,13 @@ __global__ void check_bytes_kernel(const uint8_t* data, uint8_t value, int64_t c
 }
 
 }  // namespace
+
+void fill_words(uint8_t* data, uint32_t word, int64_t count) {
+  if (word == 0)
+    fill(data, 0, count * 4);
+  else
+    launch("fill", fill_words_kernel, blocks_for(count, 256), 256, 0, reinterpret_cast<uint32_t*>(data), word, count);
+}
 
 void check_bytes(const uint8_t* data, int value, int64_t count) {
   launch("check_bytes", check_bytes_kernel, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, data,
@@ -302,7 +316,7 @@ double Marks::between(int64_t from, int64_t to) {
 void launched(const char* op) {
   if (context.ops.size() >= kKeptOps) context.ops.erase(context.ops.begin());
   context.ops.emplace_back(op);
-  if (wait_after_every_op()) synchronize();
+  if (waits_after_every_op()) synchronize();
 }
 
 void close() {

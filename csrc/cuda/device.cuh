@@ -16,6 +16,12 @@ int multiprocessors();
 uint32_t* counters();
 constexpr int kCounters = 1024;
 void check(cudaError_t result, const char* what);
+bool waits_after_every_op();
+
+// Memory while a graph is recorded, and whether one is; release_recorded: whether the block was such memory.
+bool records();
+uint8_t* allocate_recorded(int64_t bytes);
+bool release_recorded(uint8_t* data);
 
 // The ways to start a kernel; all check.
 template <class... Parameters>
@@ -174,6 +180,8 @@ __device__ inline float2 decode_pair(uint32_t codes) {
   else if constexpr (std::is_same_v<Code, Float16>)
     return make_float2(Float16::decode(static_cast<uint16_t>(codes)),
                        Float16::decode(static_cast<uint16_t>(codes >> 16)));
+  else if constexpr (std::is_same_v<Code, Int8>)
+    return make_float2(Int8::decode(static_cast<uint8_t>(codes)), Int8::decode(static_cast<uint8_t>(codes >> 8)));
   else
     return __half22float2(
         __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(codes), std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2));
@@ -185,6 +193,8 @@ __device__ inline uint32_t encode_pair(float a, float b) {
     return two.x | static_cast<uint32_t>(two.y) << 16;
   } else if constexpr (std::is_same_v<Code, Float16>) {
     return Float16::encode(a) | static_cast<uint32_t>(Float16::encode(b)) << 16;
+  } else if constexpr (std::is_same_v<Code, Int8>) {
+    return Int8::encode(a) | static_cast<uint32_t>(Int8::encode(b)) << 8;
   } else {
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
                                     std::is_same_v<Code, E4M3> ? __NV_E4M3 : __NV_E5M2);

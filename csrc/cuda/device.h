@@ -2,6 +2,7 @@
 // none.cc where CUDA is not compiled in.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ std::string open();
 uint8_t* allocate(int64_t bytes);
 void release(uint8_t* data);
 void fill(uint8_t* data, int value, int64_t bytes);
+void fill_words(uint8_t* data, uint32_t word, int64_t count);
 // Reports kDamaged at the next wait unless `count` bytes at data have this value.
 void check_bytes(const uint8_t* data, int value, int64_t count);
 // What the pool holds of the device and how much of it is in use, scratch of kernels included, now and at most since
@@ -58,6 +60,22 @@ class Marks {
  private:
   std::vector<void*> events_;  // those that are not in use are kept for the next round
   int64_t used_ = 0;
+};
+// What this thread queues from its making to close() is recorded instead, and queued whenever run() is called. Memory
+// that is taken meanwhile is given to nothing else while a graph of this thread lives. reserve: bytes of it to begin
+// with.
+class Graph {
+ public:
+  explicit Graph(int64_t reserve);
+  ~Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void close();
+  void run();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
 };
 // Products of this thread are from now on made by cuBLASLt, to compare with, by that one of its suggestions; below 0 by
 // our kernels again. Returns whether the library is asked and there.

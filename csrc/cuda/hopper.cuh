@@ -148,6 +148,17 @@ __device__ inline float2 get_shared(uint32_t at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
   return x;
 }
+// What lies there in block `block` of the cluster.
+__device__ inline float4 get_shared_of(uint32_t block, uint32_t at) {
+  float4 x;
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, "
+      "[remote];}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(at), "r"(block)
+      : "memory");
+  return x;
+}
 
 // The number of this thread's warpgroup in its block, known to the compiler to be that of the whole warp.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0); }

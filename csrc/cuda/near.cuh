@@ -106,16 +106,18 @@ __device__ inline void do_together(bool asked, int64_t row, int64_t run, Use&& u
 // The bits of the largest finite value over [rows, runs], merged into *max, by bounds: bound(row, run, known) is no
 // less than any finite value of the run, or anything below `known` if that is, and runs that cannot matter are not
 // computed. value(range, row, col) adds those of one element. A warp computes the few runs that can matter together,
-// the most promising first; where many remain, every lane its own. blockDim.x is kSearchThreads.
+// the most promising first; where many remain, every lane its own. Here a run is `Runs` of the format. blockDim.x is
+// kSearchThreads.
 constexpr int kSearchThreads = 256, kSearchAhead = 4, kSearchRounds = 4, kSearchMany = 8;
 // A bound may be the formula at the largest argument of the run: in coded runs other arguments are whole codes away, in
 // f32 they can lie so near that a rounding puts their value above by a hair.
 template <class X>
 constexpr float kBoundSlack = std::is_same_v<X, F32> ? 1.f + 0x1p-20f : 1.f;
 constexpr float kNearSlack = 1.f + 0x1p-16f;  // for a formula of Near
-template <class Bound, class Value>
+template <int Runs = 1, class Bound, class Value>
 __device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, Bound&& bound, Value&& value) {
   constexpr uint32_t kAll = 0xffffffffu;
+  constexpr int kElements = Runs * kRun;
   __shared__ uint32_t best;
   if (threadIdx.x == 0) best = atomicMax(max, 0u);
   __syncthreads();
@@ -142,14 +144,14 @@ __device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, B
         if (round >= kSearchRounds && __popc(asking) >= kSearchMany) {
           if (most[u] > known) {
 #pragma unroll 1
-            for (int k = 0; k < kRun; ++k) value(range, row[u], run[u] * kRun + k);
+            for (int k = 0; k < kElements; ++k) value(range, row[u], run[u] * kElements + k);
           }
           most[u] = 0;
         } else {
           const uint32_t top = warp_max(most[u] > known ? most[u] : 0u);
           const int from = __ffs(static_cast<int>(__ballot_sync(kAll, most[u] == top))) - 1;
           const int64_t its_row = __shfl_sync(kAll, row[u], from), its_run = __shfl_sync(kAll, run[u], from);
-          if (lane < kRun) value(range, its_row, its_run * kRun + lane);
+          for (int k = lane; k < kElements; k += 32) value(range, its_row, its_run * kElements + k);
           if (lane == from) most[u] = 0;
         }
         known = ::max(known, warp_max(range.max));

@@ -27,6 +27,7 @@ std::string open() { refuse(); }
 uint8_t* allocate(int64_t) { refuse(); }
 void release(uint8_t*) {}
 void fill(uint8_t*, int, int64_t) { refuse(); }
+void fill_words(uint8_t*, uint32_t, int64_t) { refuse(); }
 void check_bytes(const uint8_t*, int, int64_t) { refuse(); }
 Pool pool() { refuse(); }
 void reset_pool_peak() {}
@@ -35,6 +36,11 @@ void synchronize() { refuse(); }
 Marks::~Marks() = default;
 int64_t Marks::set() { refuse(); }
 double Marks::between(int64_t, int64_t) { refuse(); }
+struct Graph::State {};
+Graph::Graph(int64_t) { refuse(); }
+Graph::~Graph() = default;
+void Graph::close() {}
+void Graph::run() {}
 bool choose_cublaslt(int) { return false; }
 void launched(const char*) {}
 Status* status() { refuse(); }

@@ -26,16 +26,16 @@ __device__ inline void leave_largest(const Beside<DX>& beside, uint32_t most) {
     atomicMax(beside.largest, bits_of(CodeOf<DX>::decode(CodeOf<DX>::encode(float_of(most)))));
 }
 
-// One block a chunk of kSumRows rows, C columns a thread, R rows at a time: their means in one reduction. The codes of
-// the next R are fetched before it. A thread sums its columns over the rows in order. Moves dy, x and dx once, and
-// partial [chunks, sums, N].
+// One block `strands` strands of a chunk, C columns a thread, R rows at a time: their means in one reduction. The codes
+// of the next R are fetched before it. A thread sums its columns over the rows in order. Moves dy, x and dx once, and
+// partial [chunks, sums, N], of strands instead of chunks where a block has only some of a chunk.
 template <bool Centred, class DY, class X, class DX, int C, int R>
 __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, Beside<DX> beside,
-                                                               float* partial, int64_t M, int64_t N) {
+                                                               float* partial, int64_t M, int64_t N, int strands) {
   constexpr int kSums = Centred ? 2 : 1;
   let_next_begin();
-  const int64_t n = int64_t{threadIdx.x} * C, runs = N / kRun;
-  const int64_t begin = int64_t{blockIdx.x} * kSumRows, end = begin + kSumRows < M ? begin + kSumRows : M;
+  const int64_t n = int64_t{threadIdx.x} * C, runs = N / kRun, begin = int64_t{blockIdx.x} * strands * kStrandRows;
+  const int64_t end = begin + strands * kStrandRows < M ? begin + strands * kStrandRows : M;
   const bool inside = n < N;
   Pack<DY, C> next_dy[R];
   Pack<X, C> next_x[R];
@@ -60,6 +60,22 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   __syncthreads();
   const double per = per_column(N);
   float strand[kSums][C] = {}, total[kSums][C] = {};
+  const auto keep = [&](int64_t part, const float(&sum)[kSums][C]) {
+    if (!partial || !inside) return;
+#pragma unroll
+    for (int s = 0; s < kSums; ++s)
+#pragma unroll
+      for (int c = 0; c < C; ++c) partial[(part * kSums + s) * N + n + c] = sum[s][c];
+  };
+  int ended = 0;  // strands
+  const auto end_strand = [&] {
+    if (strands < kStrands) keep(int64_t{blockIdx.x} * strands + ended, strand);
+    ++ended;
+#pragma unroll
+    for (int s = 0; s < kSums; ++s)
+#pragma unroll
+      for (int c = 0; c < C; ++c) total[s][c] += strand[s][c], strand[s][c] = 0.f;
+  };
   for (int64_t first = begin; first < end; first += R) {
     float g[R][C], xhat[R][C];
     Pack<DX, C> residual[R];
@@ -85,12 +101,7 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
       sums[j] = dot_of(g[j], xhat[j]);
       if constexpr (Centred) sums[R + j] = sum_of(g[j]);
     }
-    if ((first + R - begin) % kStrandRows == 0) {
-#pragma unroll
-      for (int s = 0; s < kSums; ++s)
-#pragma unroll
-        for (int c = 0; c < C; ++c) total[s][c] += strand[s][c], strand[s][c] = 0.f;
-    }
+    if ((first + R - begin) % kStrandRows == 0) end_strand();
 #pragma unroll
     for (int j = 0; j < R; ++j)
       if (adds && inside && first + j < end) residual[j].fetch(beside.residual, (first + j) * N + n, 0);
@@ -118,11 +129,22 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
     }
   }
   if (measures) leave_largest(beside, most);
-  if (!partial || !inside) return;
-#pragma unroll
-  for (int s = 0; s < kSums; ++s)
-#pragma unroll
-    for (int c = 0; c < C; ++c) partial[(int64_t{blockIdx.x} * kSums + s) * N + n + c] = total[s][c] + strand[s][c];
+  while (ended < strands) end_strand();
+  if (strands == kStrands) keep(blockIdx.x, total);
+}
+
+// The number of strands of a block of norm_backward_kernel, a power of two, whose waves take the fewest rows; a wave
+// begins as slowly as some rows more.
+inline int strands_of_block(int64_t chunks) {
+  constexpr int64_t kBegin = 6;
+  int best = kStrands;
+  int64_t least = INT64_MAX;
+  for (int strands = kStrands; strands >= 1; strands /= 2) {
+    const int64_t blocks = chunks * kStrands / strands, most = multiprocessors();
+    const int64_t rows = (blocks + most - 1) / most * (strands * kStrandRows + kBegin);
+    if (rows < least) least = rows, best = strands;
+  }
+  return best;
 }
 
 // Any number of columns: one block a strand of a chunk, a thread every blockDim.x-th run of its rows; the sums of its
@@ -205,16 +227,23 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
         // a row in the registers of a block, or by strands, of which a block has one
         constexpr bool kWide = Centred && sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 4;  // too many registers
         const int columns = N % kRun != 0 ? 0 : N <= 4096 ? 8 : N <= 8192 && !kWide ? 16 : 0;
-        const int64_t parts = columns ? 1 : kStrands, blocks = columns ? chunks : chunks * kStrands;
-        const Scratch scratch(sums ? blocks * kSums * N * static_cast<int64_t>(sizeof(float)) : 0);
+        const int strands = columns ? strands_of_block(chunks) : 1;
+        const int64_t blocks = chunks * kStrands / strands, parts = strands == kStrands ? 1 : kStrands;
+        const Scratch scratch(sums ? chunks * parts * kSums * N * static_cast<int64_t>(sizeof(float)) : 0);
         float* partial = sums ? scratch.as<float>() : nullptr;
         constexpr int kMost = kWide ? 8 : 16, kRows = kWide ? 2 : 1;
-        const auto kernel = columns == 8    ? norm_backward_kernel<Centred, DY, X, DX, 8, 2>
-                            : columns == 16 ? norm_backward_kernel<Centred, DY, X, DX, kMost, kRows>
-                                            : norm_backward_kernel_wide<Centred, DY, X, DX>;
-        const auto threads = columns ? static_cast<unsigned>((N / columns + 31) / 32 * 32) : kWarps * 32u;
-        launch(name, kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), columns * sizeof(float) * threads, dy,
-               x, norm, dx, beside, partial, M, N);
+        const dim3 grid(static_cast<unsigned>(blocks));
+        if (columns) {
+          const auto threads = static_cast<unsigned>((N / columns + 31) / 32 * 32);
+          launch(name,
+                 columns == 8 ? norm_backward_kernel<Centred, DY, X, DX, 8, 2>
+                              : norm_backward_kernel<Centred, DY, X, DX, kMost, kRows>,
+                 grid, dim3(threads), columns * sizeof(float) * threads, dy, x, norm, dx, beside, partial, M, N,
+                 strands);
+        } else {
+          launch(name, norm_backward_kernel_wide<Centred, DY, X, DX>, grid, dim3(kWarps * 32), 0, dy, x, norm, dx,
+                 beside, partial, M, N);
+        }
         if (sums) sum_chunks(name, partial, chunks, static_cast<int>(parts), N, kSums, first, second);
       });
     });

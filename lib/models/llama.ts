@@ -213,7 +213,7 @@ export class LlamaForCausalLM extends Module {
   }
 
   /** weight · (sum of the cross-entropies of the targets that are not ignored), f32 [1]. Logits are there in chunks only. */
-  loss(ids: Tensor, targets: Tensor, sequence: number, weight: number, starts: Tensor | null = null): Tensor {
+  loss(ids: Tensor, targets: Tensor, sequence: number, weight: ops.Weight, starts: Tensor | null = null): Tensor {
     const { stream: format } = this.recipe
     const dw = gradientOf(this.recipe)
     return scope(() =>
@@ -318,7 +318,7 @@ export class LlamaForCausalLM extends Module {
    * names the folder and the tensors that are missing, have no place, or have another shape, integers or FP8 codes.
    */
   static async fromPretrained(folder: string, options: ModelOptions): Promise<LlamaForCausalLM> {
-    const config = JSON.parse(await readFile(join(folder, 'config.json'), 'utf8')) as LlamaConfig
+    const config = await configIn(folder)
     const { tensors, metadata } = await readSafetensors(folder)
     const model = new LlamaForCausalLM(config, options)
     const refused = (text: string, argument: string): never => {
@@ -401,4 +401,20 @@ const tied = { kept: 'model.embed_tokens.weight', left: 'lm_head.weight' }
 /** What a checkpoint may have besides: the other name of a tied matrix, and a table that old ones keep. */
 function unneeded(name: string, model: LlamaForCausalLM): boolean {
   return (name === tied.left && !model.head) || name.endsWith('.rotary_emb.inv_freq')
+}
+
+async function configIn(folder: string): Promise<LlamaConfig> {
+  const path = join(folder, 'config.json')
+  const refused = (text: string, cause: unknown): never => {
+    const reason = (cause as Error).message
+    throw new CoatError(`fromPretrained: ${path} ${text}: ${reason}`, 'checkpoint', 'fromPretrained', 'folder', {
+      cause,
+    })
+  }
+  const text = await readFile(path, 'utf8').catch((error) => refused('cannot be read', error))
+  try {
+    return JSON.parse(text)
+  } catch (error) {
+    return refused('is no JSON', error)
+  }
 }

@@ -7,7 +7,8 @@ import { type Given, largest, matrix, sum, vector } from '../values.ts'
 function forward({ logits, targets, ignore, weight, M, V }: Given) {
   const top = vector(M, (m) => largest(V, (v) => logits(m, v)))
   const rest = vector(M, (m) => Math.log(sum(V, (v) => Math.exp(logits(m, v) - top(m)))))
-  const loss = (f: (m: number) => number) => vector(1, () => weight * sum(M, (m) => (targets(m) === ignore ? 0 : f(m))))
+  const loss = (f: (m: number) => number) =>
+    vector(1, () => weight(0) * sum(M, (m) => (targets(m) === ignore ? 0 : f(m))))
   return {
     lse: vector(M, (m) => top(m) + rest(m)),
     '|lse|': vector(M, (m) => Math.abs(top(m)) + rest(m)),
@@ -22,7 +23,7 @@ function backward({ dloss, logits, targets, lse, ignore, weight, M, V }: Given) 
       const distance = logits(m, v) - lse(m)
       return targets(m) === ignore ? 0 : f(Math.exp(distance), Math.abs(distance), targets(m) === v ? 1 : 0)
     })
-  const factor = dloss(0) * weight
+  const factor = dloss(0) * weight(0)
   return {
     dx: each((p, _, hit) => factor * (p - hit)),
     '|dx|': each((p, distance, hit) => Math.abs(factor) * (p * (1 + distance) + hit + 1e-30)),
@@ -41,10 +42,11 @@ describe('cross_entropy', () => {
     { M: 2, V: 16389 },
     { M: 3, V: 16416 },
   ]
-  const numbers = { ignore: -100, weight: 0.25 }
+  const numbers = { ignore: -100 }
+  const weight = () => 0.3
   const targets = (random: { integer(below: number): number }, { V }: { V: number }, i: number) =>
     i % 5 === 3 ? -100 : random.integer(V)
-  checkOp('cross_entropy_forward', { sizes, numbers, data: { targets }, reference: forward })
+  checkOp('cross_entropy_forward', { sizes, numbers, data: { targets, weight }, reference: forward })
   // rows whose largest logit lies far from 0, and columns that are out of the running
   checkOp('cross_entropy_forward', {
     sizes: [
@@ -53,6 +55,7 @@ describe('cross_entropy', () => {
     ],
     numbers,
     data: {
+      weight,
       targets: (_, { V }) => V - 1,
       logits: (random, { V }, i) =>
         i % V === 7
@@ -65,12 +68,12 @@ describe('cross_entropy', () => {
   checkOp('cross_entropy_backward', {
     sizes,
     numbers,
-    data: { targets, lse: (random) => 3 + random.uniform(), logits: (random) => random.normal() },
+    data: { targets, weight, lse: (random) => 3 + random.uniform(), logits: (random) => random.normal() },
     reference: backward,
   })
   checkGradient('cross_entropy', {
-    numbers: { M: 1, V: 6, N: 6, ignore: -100, weight: 0.5 },
-    inputs: { logits: [1, 6], targets: [1, 1] },
+    numbers: { M: 1, V: 6, N: 6, ignore: -100 },
+    inputs: { logits: [1, 6], targets: [1, 1], weight: [1, 1] },
     forward: (given) => forward({ ...given, targets: vector(1, () => 2) }).loss,
     backward: (given) => backward({ ...given, targets: vector(1, () => 2), lse: forward(given).lse }),
     gradients: { dx: 'logits' },
@@ -80,8 +83,9 @@ describe('cross_entropy', () => {
     const [M, V] = [logits.length, logits[0]?.length ?? 0]
     const x = tensor('f32', [M, V], logits.flat())
     const t = tensor('i32', [M], targets)
-    const [loss, lse] = own(native.cross_entropy_forward(x, t, -100, weight))
-    const dx = own(native.cross_entropy_backward(tensor('f32', [1], [1]), x, t, lse, 'f32', -100, weight))
+    const w = tensor('f32', [1], [weight])
+    const [loss, lse] = own(native.cross_entropy_forward(x, t, w, -100))
+    const dx = own(native.cross_entropy_backward(tensor('f32', [1], [1]), x, t, lse, w, 'f32', -100))
     return { loss: (await read(loss))[0] as number, lse: await read(lse), dx: await read(dx) }
   }
 
@@ -152,7 +156,8 @@ describe('cross_entropy', () => {
 
   it.each([-1, 3])('target %s of 3 is refused with its place', (target) => {
     const x = tensor('f32', [2, 3], [1, 2, 3, 4, 5, 6])
-    expect(() => native.cross_entropy_forward(x, tensor('i32', [2], [-100, target]), -100, 1)).toThrow(
+    const given = [x, tensor('i32', [2], [-100, target]), tensor('f32', [1], [1])] as const
+    expect(() => native.cross_entropy_forward(...given, -100)).toThrow(
       `cross_entropy_forward: targets[1] is ${target} and must be -100 (ignored) or at least 0 and less than V = 3`,
     )
   })

@@ -1,7 +1,7 @@
 // layernorm against its formula in float64, with and without weight and bias.
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
-import { checkGradient, checkOp, own, read, sizes, tensor, wideSizes } from '../harness.ts'
+import { checkGradient, checkOp, own, read, sizes, tallSize, tensor, wideSizes } from '../harness.ts'
 import { type Given, matrix, sum, vector } from '../values.ts'
 
 function forward({ x, w, b, eps, M, N }: Given) {
@@ -41,7 +41,7 @@ function backward({ dy, x, w, mean, rstd, M, N }: Given) {
 describe('layernorm', () => {
   checkOp('layernorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: forward })
   checkOp('layernorm_backward', {
-    sizes: [...sizes, ...wideSizes],
+    sizes: [...sizes, ...wideSizes, tallSize],
     data: { rstd: (random) => 0.1 + random.uniform() },
     reference: backward,
   })

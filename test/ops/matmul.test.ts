@@ -3,7 +3,8 @@ import { describe, expect, it } from 'vitest'
 import type { AnyFormat, Handle } from '../../lib/native.gen.ts'
 import { type DeviceKind, native } from '../../lib/native.ts'
 import { bytesOf, checkOp, devices, moved, own, present, read, stored, tensor } from '../harness.ts'
-import { matrix, Random, type Shape, sum, vector } from '../values.ts'
+import { rotate } from '../rotate.ts'
+import { type Given, matrix, Random, type Shape, sum, vector } from '../values.ts'
 
 type At = (i: number, j: number) => number
 
@@ -70,6 +71,30 @@ describe('matmul', () => {
     slack,
     reference: ({ a, b, bias, M, N, K }) =>
       productWithAmax(M, N, K, a, (k, n) => b(n, k), bias ? (_, n) => bias(n) : undefined),
+  })
+  const turned = [
+    { B: 0, T: 3, H: 1, J: 1, D: 2, K: 5 },
+    { B: 1, T: 1, H: 1, J: 1, D: 64, K: 0 },
+    { B: 3, T: 31, H: 4, J: 2, D: 34, K: 17 },
+    { B: 2, T: 67, H: 3, J: 1, D: 64, K: 144 },
+    { B: 2, T: 65, H: 2, J: 1, D: 128, K: 1 },
+    { B: 5, T: 129, H: 3, J: 2, D: 128, K: 272 },
+  ]
+  checkOp('matmul_nt_rope', {
+    exact: false,
+    sizes: turned,
+    data: { starts: (_: Random, { T }: { T: number }, m: number) => (m % T) - ((m % T) % 5) },
+    slack,
+    reference: (given) => {
+      const { a, b, bias, K, B, T, H, J, D } = given
+      const [M, N] = [B * T, (H + 2 * J) * D]
+      const of = (size: (x: number) => number) => ({
+        ...given,
+        qkv: matrix(M, N, (m, n) => sum(K, (k) => size(a(m, k) * b(n, k))) + size(bias ? bias(n) : 0)),
+        direction: 1,
+      })
+      return { y: rotate(of((x) => x) as Given), '|y|': rotate(of(Math.abs) as Given, true) }
+    },
   })
   checkOp('matmul_nn', { exact: false, sizes, slack, reference: ({ a, b, M, N, K }) => productWithAmax(M, N, K, a, b) })
   checkOp('matmul_tn', {
@@ -373,6 +398,8 @@ describe('matmul', () => {
       [512, 144, 4096],
       [520, 1040, 4096],
       [300, 400, 4112],
+      [17, 2047, 8192],
+      [200, 1000, 8192],
       [1025, 2064, 272],
       [1025, 2047, 273],
       [1300, 1296, 272],

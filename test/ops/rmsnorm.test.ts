@@ -13,6 +13,7 @@ import {
   present,
   read,
   sizes,
+  tallSize,
   tensor,
   wideSizes,
 } from '../harness.ts'
@@ -77,7 +78,7 @@ function addForward({ a, b, w, eps, M, N }: Given) {
 describe('rmsnorm', () => {
   checkOp('rmsnorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: forward })
   checkOp('rmsnorm_backward', {
-    sizes: [...sizes, ...wideSizes],
+    sizes: [...sizes, ...wideSizes, tallSize],
     data: { rstd: (random) => 0.1 + random.uniform() },
     reference: backward,
   })

@@ -2,22 +2,8 @@
 import { describe, expect, it } from 'vitest'
 import { native } from '../../lib/native.ts'
 import { checkOp, read, tensor } from '../harness.ts'
-import { type Given, matrix, Random } from '../values.ts'
-
-/** The rotated qkv; `size` for the size of what is summed. */
-function rotate({ qkv, table, starts, B, T, H, J, D, direction }: Given, size = false) {
-  const half = D / 2
-  return matrix(B * T, (H + 2 * J) * D, (m, n) => {
-    if (n >= (H + J) * D) return qkv(m, n)
-    const i = n % D
-    const position = (m % T) - (starts ? starts(m) : 0)
-    const cosine = table(position, i % half)
-    const sine = direction * table(position, half + (i % half))
-    const other = qkv(m, i < half ? n + half : n - half)
-    if (size) return Math.abs(qkv(m, n) * cosine) + Math.abs(other * sine)
-    return i < half ? qkv(m, n) * cosine - other * sine : qkv(m, n) * cosine + other * sine
-  })
-}
+import { rotate } from '../rotate.ts'
+import { matrix, Random } from '../values.ts'
 
 describe('rope', () => {
   const sizes = [

@@ -124,7 +124,7 @@ struct Carver {
   }
 };
 
-// lse [B T, H] and, unless absent, out of qkv, which is f32 or bf16.
+// out and lse [B T, H] of qkv, which is f32 or bf16.
 void attend(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse);
 
 }  // namespace coat::cpu

@@ -135,23 +135,30 @@ void differentiate(const AttentionSizes& s, const Backward& f, const attention_b
   for (int64_t i = 0; i < queries; ++i) encode(args.dqkv, s.q(b, first + i, h), D, f.dq + i * f.row);
 }
 
-// A tensor as the loops read it: a quantized one rounded to bf16.
-class Plainly {
+// The arguments as the loops read them: quantized qkv rounded to bf16, out and lse made again where they are absent.
+class Complete {
  public:
-  explicit Plainly(const Tensor& x) : tensor(x) {
-    if (x.format.scaling == Scaling::none) return;
-    memory_.resize(x.shape.numel());
-    tensor.format = BF16::format();
-    tensor.data = reinterpret_cast<uint8_t*>(memory_.data());
-    convert_args args;
-    args.x = x;
-    args.y = tensor;
-    convert(args);
+  Complete(const attention_backward_args& given, const AttentionSizes& s) : args(given) {
+    if (given.qkv.format.scaling != Scaling::none) {
+      args.qkv = like(given.qkv, BF16::format(), qkv_);
+      convert({Device::cpu, given.qkv, {}, args.qkv});
+    }
+    if (given.lse) return;
+    args.out = like(given.dout, args.qkv.format, out_);
+    args.lse = like({F32::format(), {1, {s.B * s.T * s.H}}}, F32::format(), lse_);
+    attend(s, args.qkv, args.out, args.lse.as<float>());
   }
-  Tensor tensor;
+  attention_backward_args args;
 
  private:
-  std::vector<uint16_t> memory_;
+  static Tensor like(const Tensor& x, const Format& format, std::vector<uint8_t>& memory) {
+    Tensor made = x;
+    made.format = format;
+    memory.resize(bytes_of(format, x.shape));
+    made.data = memory.data();
+    return made;
+  }
+  std::vector<uint8_t> qkv_, out_, lse_;
 };
 
 }  // namespace
@@ -160,16 +167,9 @@ class Plainly {
 void attention_backward(const attention_backward_args& given) {
   const AttentionSizes s = attention_sizes(given);
   if (given.table) check_rotation(given.D, -1);
-  const Plainly plain_qkv(given.qkv), plain_out(given.out);
-  attention_backward_args args = given;
-  args.qkv = plain_qkv.tensor;
-  args.out = plain_out.tensor;
-  std::vector<float> made;
-  if (!given.lse) {
-    made.resize(s.B * s.T * s.H);
-    attend(s, args.qkv, {}, made.data());
-  }
-  const float* lse = given.lse ? given.lse.as<float>() : made.data();
+  const Complete complete(given, s);
+  const attention_backward_args& args = complete.args;
+  const float* lse = args.lse.as<float>();
   parallel(s.B * s.J, 1, [&](int64_t task, int64_t) {
     const int64_t b = task / s.J, j = task % s.J;
     Carver carver;

@@ -34,8 +34,7 @@ struct Forward {
                      _mm256_blendv_ps(lowest, _mm256_loadu_ps(scores + i * kTileCols), mask.seen(key + i, half)));
 }
 
-// 16 queries of one head from `first` on; the keys come in blocks, with a running maximum and sum. Without out it makes
-// lse alone.
+// 16 queries of one head from `first` on; the keys come in blocks, with a running maximum and sum.
 void attend_tile(const AttentionSizes& s, const Forward& f, const Tensor& qkv, const Tensor& out, float* lse, int64_t b,
                  int64_t h, int64_t first) {
   const int64_t queries = std::min<int64_t>(kTileCols, s.T - first), D = s.D;
@@ -73,7 +72,7 @@ void attend_tile(const AttentionSizes& s, const Forward& f, const Tensor& qkv, c
       top[half] = most;
       total[half] = _mm256_fmadd_ps(total[half], shrink[half], sum);
     }
-    for (int64_t d = 0; out && d < D; d += kTileRows) {
+    for (int64_t d = 0; d < D; d += kTileRows) {
       const float* v = f.v + d / kTileRows * f.v_panel + (key - f.origin) * kTileRows;
       const Tile t = product<1, kTileRows>(block, v, f.scores, kTileCols);
       float* sums = f.sums + d * kTileCols;
@@ -90,7 +89,6 @@ void attend_tile(const AttentionSizes& s, const Forward& f, const Tensor& qkv, c
     _mm256_store_ps(totals + 8 * half, total[half]);
   }
   for (int64_t i = 0; i < queries; ++i) lse[s.lse(b, first + i, h)] = (tops[i] + log2_(totals[i])) * kLn2;
-  if (!out) return;
   for (int64_t d = 0; d < D; ++d)
     for (int half = 0; half < 2; ++half) {
       float* sums = f.sums + d * kTileCols + 8 * half;
@@ -120,7 +118,7 @@ void attend(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float
     f.origin = origin;
     f.end = range.end;
     pack<kTileRows>({qkv, false, s.k(b, 0, j), s.width}, origin, keys, 0, s.D, f.k);
-    if (out) pack<kTileRows>({qkv, true, s.v(b, 0, j), s.width}, 0, s.D, origin, keys, f.v);
+    pack<kTileRows>({qkv, true, s.v(b, 0, j), s.width}, 0, s.D, origin, keys, f.v);
     for (int64_t h = j * s.group; h < (j + 1) * s.group; ++h)
       for (int64_t first = begin; first < end; first += kTileCols) attend_tile(s, f, qkv, out, lse, b, h, first);
   });

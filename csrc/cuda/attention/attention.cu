@@ -1,4 +1,4 @@
-// attention on the device: which kernels make it. Quantized inputs are rounded to bf16 in scratch, once.
+// attention on the device: which kernels make it. Quantized qkv is rounded to bf16 in scratch, once.
 #include <optional>
 
 #include "attention.cuh"
@@ -6,53 +6,56 @@
 namespace coat::cuda {
 namespace {
 
-// A tensor as the kernels read it.
-class Plainly {
+void attend(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
+  if (!attention_forward_tensor(s, qkv, out, lse)) attention_forward_generic(s, qkv, out, lse);
+}
+
+// The arguments of backward as the kernels read them: out and lse made again where they are absent.
+class Complete {
  public:
-  explicit Plainly(const Tensor& x) : tensor(x) {
-    if (x.format.scaling == Scaling::none) return;
-    memory_.emplace(x.shape.numel() * 2);
-    tensor.format = BF16::format();
-    tensor.data = memory_->as<uint8_t>();
-    convert_args args;
-    args.device = x.device;
-    args.x = x;
-    args.y = tensor;
-    convert(args);
+  Complete(const attention_backward_args& given, const AttentionSizes& s) : args(given) {
+    if (given.qkv.format.scaling != Scaling::none) {
+      args.qkv = like(given.qkv, BF16::format(), qkv_);
+      convert({Device::cuda, given.qkv, {}, args.qkv});
+    }
+    if (given.lse) return;
+    args.out = like(given.dout, args.qkv.format, out_);
+    args.lse = like({F32::format(), {1, {s.B * s.T * s.H}}}, F32::format(), lse_);
+    attend(s, args.qkv, args.out, args.lse.as<float>());
   }
-  Tensor tensor;
+  attention_backward_args args;
 
  private:
-  std::optional<Scratch> memory_;
+  static Tensor like(const Tensor& x, const Format& format, std::optional<Scratch>& memory) {
+    Tensor made = x;
+    made.format = format;
+    memory.emplace(bytes_of(format, x.shape));
+    made.data = memory->as<uint8_t>();
+    return made;
+  }
+  std::optional<Scratch> qkv_, out_, lse_;
 };
 
 }  // namespace
 
 void attention_forward(const attention_forward_args& args) {
-  const AttentionSizes s = attention_sizes(args);
-  float* lse = args.lse.as<float>();
-  if (!attention_forward_tensor(s, args.qkv, args.out, lse)) attention_forward_generic(s, args.qkv, args.out, lse);
+  attend(attention_sizes(args), args.qkv, args.out, args.lse.as<float>());
 }
 
-void attention_backward(const attention_backward_args& args) {
-  const AttentionSizes s = attention_sizes(args);
-  const Plainly qkv(args.qkv), out(args.out);
-  std::optional<Scratch> made;
-  if (!args.lse) {
-    made.emplace(s.B * s.T * s.H * int64_t{sizeof(float)});
-    if (!attention_lse_tensor(s, qkv.tensor, made->as<float>()))
-      attention_lse_generic(s, qkv.tensor, made->as<float>());
-  }
-  const float* lse = made ? made->as<float>() : args.lse.as<float>();
+void attention_backward(const attention_backward_args& given) {
+  const AttentionSizes s = attention_sizes(given);
+  const Complete complete(given, s);
+  const attention_backward_args& args = complete.args;
+  const float* lse = args.lse.as<float>();
   if (args.table) check_rotation(args.D, -1);
   // heads that fill their tiles are turned and measured on the way out
   const bool whole = !args.table || s.D == 64 || s.D == 128;
   const float* table = whole ? args.table.as<float>() : nullptr;
   uint32_t* largest = whole ? args.amax.as<uint32_t>() : nullptr;
-  if (attention_backward_tensor(s, args.dout, qkv.tensor, out.tensor, lse, table, args.dqkv, largest)) {
+  if (attention_backward_tensor(s, args.dout, args.qkv, args.out, lse, table, args.dqkv, largest)) {
     if (whole) return;
   } else {
-    attention_backward_generic(s, args.dout, qkv.tensor, out.tensor, lse, args.dqkv);
+    attention_backward_generic(s, args.dout, args.qkv, args.out, lse, args.dqkv);
   }
   if (args.table) rope(turn_back_of(args));
   if (args.amax) amax(amax_of(args.dqkv, args.amax));

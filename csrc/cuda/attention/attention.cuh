@@ -59,14 +59,12 @@ AttentionSizes attention_sizes(const Args& args) {
 
 // Tensors are f32 or bf16; lse [B T, H].
 void attention_forward_generic(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse);
-void attention_lse_generic(const AttentionSizes& s, const Tensor& qkv, float* lse);
 void attention_backward_generic(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
                                 const float* lse, const Tensor& dqkv);
 
 // The same on the tensor cores, where they can: false, and nothing done, where they cannot. The backward one also turns
 // the gradients of q and k back by the table of rope, and leaves the largest magnitude; either may be null.
 bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse);
-bool attention_lse_tensor(const AttentionSizes& s, const Tensor& qkv, float* lse);
 bool attention_backward_tensor(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
                                const float* lse, const float* table, const Tensor& dqkv, uint32_t* largest);
 

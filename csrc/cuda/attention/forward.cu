@@ -61,9 +61,8 @@ struct Softmax {
 
 // One thread fetches queries, keys and values of one piece of work after the other; two warpgroups multiply, take the
 // softmax of tile after tile of keys, and multiply again: the values of a tile while the scores of the next one are
-// made. Without Mixes only the log-sum-exp is wanted. Bytes per query and head: 2 D read, 2 D written, keys and values
-// from L2.
-template <int Head, bool Mixes>
+// made. Bytes per query and head: 2 D read, 2 D written, keys and values from L2.
+template <int Head>
 __global__ void __launch_bounds__(384, 1)
     attention_forward_kernel_tensor(const __grid_constant__ CUtensorMap q_map,
                                     const __grid_constant__ CUtensorMap kv_map,
@@ -116,11 +115,9 @@ __global__ void __launch_bounds__(384, 1)
           barrier_wait(k_empty + barrier, ring.phase ^ 1);
           barrier_expect(k_full + barrier, Keys::kBytes);
           Keys::load(kv_map, keys + at, k_full + barrier, task.sequence, tile * kKeys, p.H + kv);
-          if constexpr (Mixes) {
-            barrier_wait(v_empty + barrier, ring.phase ^ 1);
-            barrier_expect(v_full + barrier, Keys::kBytes);
-            Keys::load(kv_map, values + at, v_full + barrier, task.sequence, tile * kKeys, p.H + p.J + kv);
-          }
+          barrier_wait(v_empty + barrier, ring.phase ^ 1);
+          barrier_expect(v_full + barrier, Keys::kBytes);
+          Keys::load(kv_map, values + at, v_full + barrier, task.sequence, tile * kKeys, p.H + p.J + kv);
           ring.next();
         }
       }
@@ -184,54 +181,47 @@ __global__ void __launch_bounds__(384, 1)
       k_ring.next();
       mask(task.against.last);
       softmax(s, p.exponent, shrink);
-      if constexpr (Mixes) round_sums(s, codes);
+      round_sums(s, codes);
       for (int tile = task.against.last - 1; tile >= task.against.first; --tile) {
         turns.take();
         score();
-        if constexpr (Mixes) mix(tile < task.against.last - 1);
+        mix(tile < task.against.last - 1);
         turns.end();
-        products_wait<Mixes ? 1 : 0>();
+        products_wait<1>();
         hold(s);
         release(k_empty, k_ring.slot);
         k_ring.next();
         mask(tile);
         softmax(s, p.exponent, shrink);
-        if constexpr (Mixes) {
-          products_wait<0>();
-          hold(out);
-          release(v_empty, v_ring.slot);
-          v_ring.next();
-#pragma unroll
-          for (int i = 0; i < Head / 2; ++i) out[i] *= shrink[i / 2 % 2];
-          round_sums(s, codes);
-        }
-      }
-      if constexpr (Mixes) {
-        mix(task.against.last > task.against.first);
         products_wait<0>();
         hold(out);
         release(v_empty, v_ring.slot);
         v_ring.next();
+#pragma unroll
+        for (int i = 0; i < Head / 2; ++i) out[i] *= shrink[i / 2 % 2];
+        round_sums(s, codes);
       }
+      mix(task.against.last > task.against.first);
+      products_wait<0>();
+      hold(out);
+      release(v_empty, v_ring.slot);
+      v_ring.next();
 
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
         float total = softmax.total[down];
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
-        if constexpr (Mixes) {
-          const float inverse = 1.f / total;
+        const float inverse = 1.f / total;
 #pragma unroll
-          for (int i = 2 * down; i < Head / 2; i += 4) out[i] *= inverse, out[i + 1] *= inverse;
-        }
+        for (int i = 2 * down; i < Head / 2; i += 4) out[i] *= inverse, out[i + 1] *= inverse;
         const int64_t q = first + sum_row(thread, down);
         if (thread % 4 == 0 && q < p.T)
           lse[(int64_t{task.sequence} * p.T + q) * p.H + task.head] =
               (softmax.top[down] * p.exponent + log2_near(total)) * kLn2;
       }
-      if constexpr (Mixes)
-        send_sums<Head>(out, q_at, Own::kTile, out_map, task.sequence, first, task.head, thread, 1 + group);
-      if (Mixes && thread == 0) stores_have_read();
+      send_sums<Head>(out, q_at, Own::kTile, out_map, task.sequence, first, task.head, thread, 1 + group);
+      if (thread == 0) stores_have_read();
       __syncwarp();  // all lanes have read the task: one of every warp says so
       if (thread % 32 == 0) barrier_arrive(q_empty + 8 * q_ring.slot, 0);
       q_ring.next();
@@ -240,9 +230,8 @@ __global__ void __launch_bounds__(384, 1)
   }
 }
 
-// Without out, only the log-sum-exp.
 template <int Head>
-void start(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float* lse) {
+void start(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
   using Shape = ForwardShape<Head>;
   constexpr const char* kName = "attention_forward";
   const DocumentEnds ends(kName, s, !s.causal);
@@ -252,26 +241,8 @@ void start(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float*
     return tensor_map_of_heads(kName, x.data, s.B, s.T, heads, s.D, heads * s.D, lines);
   };
   const Work work{counters(), static_cast<unsigned>(p.units) * p.group * p.tiles};
-  const CUtensorMap q_map = map_of(qkv, heads, 64);
-  const auto run = [&](auto kernel, const CUtensorMap& out_map) {
-    launch(kName, kernel, work.blocks(), 384, Shape::kShared, q_map, map_of(qkv, heads, Shape::kKeys), out_map, p, work,
-           lse);
-  };
-  if (out)
-    run(attention_forward_kernel_tensor<Head, true>, map_of(*out, s.H, 64));
-  else
-    run(attention_forward_kernel_tensor<Head, false>, q_map);
-}
-
-bool start_head(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float* lse) {
-  if (!fits_tensor(s) || qkv.format.dtype != DType::bf16 || (out && out->format.dtype != DType::bf16)) return false;
-  if (s.D <= 64)
-    start<64>(s, qkv, out, lse);
-  else if (s.D <= 128)
-    start<128>(s, qkv, out, lse);
-  else
-    start<256>(s, qkv, out, lse);
-  return true;
+  launch(kName, attention_forward_kernel_tensor<Head>, work.blocks(), 384, Shape::kShared, map_of(qkv, heads, 64),
+         map_of(qkv, heads, Shape::kKeys), map_of(out, s.H, 64), p, work, lse);
 }
 
 }  // namespace
@@ -285,11 +256,14 @@ DocumentEnds::DocumentEnds(const char* op, const AttentionSizes& s, bool wanted)
 }
 
 bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
-  return start_head(s, qkv, &out, lse);
-}
-
-bool attention_lse_tensor(const AttentionSizes& s, const Tensor& qkv, float* lse) {
-  return start_head(s, qkv, nullptr, lse);
+  if (!fits_tensor(s) || qkv.format.dtype != DType::bf16 || out.format.dtype != DType::bf16) return false;
+  if (s.D <= 64)
+    start<64>(s, qkv, out, lse);
+  else if (s.D <= 128)
+    start<128>(s, qkv, out, lse);
+  else
+    start<256>(s, qkv, out, lse);
+  return true;
 }
 
 }  // namespace coat::cuda

@@ -102,14 +102,10 @@ __device__ void store_tile(const View& view, int64_t first, int64_t row, int64_t
     }
 }
 
-// The output of a forward pass that makes the log-sum-exp alone.
-struct NoOutput {};
-
 // One block 16 R queries of a head. Reads q once, k and v once a tile of queries that sees them.
 template <int R, int C, class In, class Out>
 __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out out, float* lse, AttentionSizes s) {
   extern __shared__ float shared[];
-  constexpr bool kWrites = !std::is_same_v<Out, NoOutput>;
   constexpr int kRows = R * kSide;
   const int D = static_cast<int>(s.D), tile = kRows * (D + 1);
   float *q = shared, *k = q + tile, *v = k + tile, *p = v + tile;
@@ -132,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
   for (int64_t key = s.from(b, first) / kRows * kRows; key < end && !s.past(b, last, key); key += kRows) {
     __syncthreads();
     load_tile<R>(qkv, key, s.row, base + s.k(j), s.T, s.D, k);
-    if constexpr (kWrites) load_tile<R>(qkv, key, s.row, base + s.v(j), s.T, s.D, v);
+    load_tile<R>(qkv, key, s.row, base + s.v(j), s.T, s.D, v);
     __syncthreads();
     float score[R][R];
     int32_t key_start[R];
@@ -155,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
 #pragma unroll
       for (int c = 0; c < R; ++c) {
         const float e = exp_(score[i][c] - level);
-        if constexpr (kWrites) p[(R * ty + i) * (kRows + 1) + tx + kSide * c] = e;
+        p[(R * ty + i) * (kRows + 1) + tx + kSide * c] = e;
         sum += e;
       }
       total[i] = fmaf(total[i], keep, row_sum(sum));
@@ -163,10 +159,8 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
 #pragma unroll
       for (int c = 0; c < C; ++c) acc[i][c] *= keep;
     }
-    if constexpr (kWrites) {
-      __syncthreads();
-      accumulate_tile<R, C>(p, v, D, acc);
-    }
+    __syncthreads();
+    accumulate_tile<R, C>(p, v, D, acc);
   }
 #pragma unroll
   for (int i = 0; i < R; ++i) {
@@ -175,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(In qkv, Out
     for (int c = 0; c < C; ++c) acc[i][c] = acc[i][c] / total[i];
     if (tx == 0 && t < s.T) lse[(b * s.T + t) * s.H + h] = top[i] + kLn2 * log2_(total[i]);
   }
-  if constexpr (kWrites) store_tile<R, C>(out, first, s.H * s.D, b * s.T * s.H * s.D + h * s.D, s.T, s.D, acc);
+  store_tile<R, C>(out, first, s.H * s.D, b * s.T * s.H * s.D + h * s.D, s.T, s.D, acc);
 }
 
 // One warp a (row, head): delta = sum of dout * out over D.
@@ -303,26 +297,19 @@ size_t shared_bytes(int rows, int64_t tiles, int64_t D) {
   return static_cast<size_t>(tiles * rows * (D + 1) + rows * (rows + 1)) * sizeof(float);
 }
 
-// The kernel of forward with tiles for the size of a head.
-template <class In, class Out>
-void forward(const AttentionSizes& s, const In& qkv, const Out& out, float* lse) {
-  with_tiles(s.D, [&](auto R, auto C) {
-    constexpr int rows = R * kSide;
-    launch("attention_forward", attention_forward_kernel<R, C, In, Out>, grid_of(s, s.H, rows), kThreads,
-           shared_bytes(rows, 3, s.D), qkv, out, lse, s);
-  });
-}
-
 }  // namespace
 
 void attention_forward_generic(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
   with("qkv", qkv, Views<F32, BF16>{}, [&](const auto in) {
-    with("out", out, Views<F32, BF16>{}, [&](const auto result) { forward(s, in, result, lse); });
+    with("out", out, Views<F32, BF16>{}, [&](const auto result) {
+      with_tiles(s.D, [&](auto R, auto C) {
+        constexpr int rows = R * kSide;
+        using In = std::remove_const_t<decltype(in)>;
+        launch("attention_forward", attention_forward_kernel<R, C, In, std::remove_const_t<decltype(result)>>,
+               grid_of(s, s.H, rows), kThreads, shared_bytes(rows, 3, s.D), in, result, lse, s);
+      });
+    });
   });
-}
-
-void attention_lse_generic(const AttentionSizes& s, const Tensor& qkv, float* lse) {
-  with("qkv", qkv, Views<F32, BF16>{}, [&](const auto in) { forward(s, in, NoOutput{}, lse); });
 }
 
 void attention_backward_generic(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,

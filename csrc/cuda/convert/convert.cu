@@ -7,6 +7,9 @@ namespace coat::cuda {
 namespace {
 
 using Direct = Views<F32, BF16, E4M3T, E5M2T, E4M3G16, E4M3G128, E4M3X128, E5M2G128, E5M2X128>;
+// Integers are made of numbers and numbers of them; other formats go through f32.
+using Integers = Views<I8G16>;
+using Plains = Views<F32, BF16>;
 using Matrices = Views<F32, BF16, E4M3T, E5M2T>;
 
 // Vectors of a thread of convert_kernel.
@@ -100,7 +103,7 @@ void convert_operand(const Tensor& x, const Tensor& scale, const Tensor& y) {
   }
   if (format.scaling == Scaling::block) return convert_blocks(x, y);
   if (format.run == kWholeRow) return convert_rows(x, y);
-  if (!from) return requantize_among(Views<F32, BF16>{}, Views<E4M3G128P2>{}, x, scale, y);
+  if (!from) return requantize_among(Plains{}, Views<E4M3G128P2>{}, x, scale, y);
   Tensor alike = x;  // scales are read alike
   alike.format.pow2 = false;
   requantize(alike, scale, y);
@@ -109,7 +112,13 @@ void convert_operand(const Tensor& x, const Tensor& scale, const Tensor& y) {
 }  // namespace
 
 void requantize(const Tensor& x, const Tensor& scale, const Tensor& y) {
-  requantize_among(Direct{}, Direct{}, x, scale, y);
+  const bool decodes = x.format == I8G16::format(), encodes = y.format == I8G16::format();
+  if (!decodes && !encodes) return requantize_among(Direct{}, Direct{}, x, scale, y);
+  if (decodes && is_plain(y)) return requantize_among(Integers{}, Plains{}, x, scale, y);
+  if (encodes && is_plain(x)) return requantize_among(Plains{}, Integers{}, x, scale, y);
+  const Plainly middle(x);
+  requantize(x, {}, middle.tensor);
+  requantize(middle.tensor, scale, y);
 }
 
 void convert(const convert_args& args) {

@@ -6,6 +6,7 @@ namespace coat::cuda {
 void multiply_bf16(const Call& call) {
   switch (call.form) {
     case Form::nt:
+      if (call.turn.table) return multiply<BFloat16, BFloat16, true, true>(call, Views<Turned>{});
       return multiply<BFloat16, BFloat16, true, true>(call, Views<F32, BF16, E4M3G16>{});
     case Form::nn:
       return multiply<BFloat16, BFloat16, true, false>(call, Views<F32, BF16>{});

@@ -35,6 +35,7 @@ struct Finish {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = p.completed(s[i], row + i / 2 % 2 * 8, n + i / 4 * 8 + lane % 4 * 2 + i % 2);
     }
+    if constexpr (std::is_same_v<Y, Turned>) y.turn.D == 128 ? turn<64>(s, row, n) : turn<32>(s, row, n);
     if constexpr (Y::run == 16) {
 #pragma unroll
       for (int down = 0; down < 2; ++down) seal(s, 2 * down, row + 8 * down, n);
@@ -62,6 +63,33 @@ struct Finish {
     for (int i = 0; i < 64; ++i)
       if (i / 2 % 2 * 8 < rows && i / 4 * 8 + i % 2 < columns) use(i);
   }
+  // Heads of 2 Half columns, of which this lane has both elements of every pair. Rows outside y turn as the last one.
+  template <int Half>
+  __device__ void turn(float (&s)[64], int64_t row, int64_t n) const {
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int64_t m = min(row + 8 * down, p.M - 1);
+      const int64_t t = static_cast<uint32_t>(m) % y.turn.T;
+      const int64_t position = rope_position(t, y.turn.starts ? y.turn.starts[m] : 0, y.turn.T);
+      const float* at = y.turn.table + position * 2 * Half + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        constexpr int kEights = Half / 8;  // columns of half a head
+        const int in_half = j % kEights, low = j / kEights * 2 * kEights + in_half;
+        if (n + 8 * low >= y.turn.columns) continue;
+        asm volatile("" ::: "memory");  // registers are short: no load far ahead
+        const float2 cosine = *reinterpret_cast<const float2*>(at + 8 * in_half);
+        const float2 sine = *reinterpret_cast<const float2*>(at + Half + 8 * in_half);
+        float *a = &s[4 * low + 2 * down], *b = a + 4 * kEights;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float c = e == 0 ? cosine.x : cosine.y, x = e == 0 ? sine.x : sine.y, old = a[e];
+          a[e] = fma_(old, c, -(b[e] * x));
+          b[e] = fma_(b[e], c, old * x);
+        }
+      }
+    }
+  }
   __device__ int64_t place(int64_t row, int64_t n, int i) const {
     return (row + i / 2 % 2 * 8) * p.N + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
   }
@@ -76,7 +104,13 @@ struct Finish {
   }
   __device__ void keep_amax(const float (&s)[64], int64_t row, int64_t n) const {
     uint32_t most = 0;
-    each_inside(row, n, [&](int i) { most = max(most, bits_of(s[i]) & 0x7fffffffu); });
+    if (row + 8 < p.M && n + kHalf <= p.N) {
+#pragma unroll
+      for (int i = 0; i < 64; i += 2)
+        most = __vimax3_u32(most, bits_of(s[i]) & 0x7fffffffu, bits_of(s[i + 1]) & 0x7fffffffu);
+    } else {
+      each_inside(row, n, [&](int i) { most = max(most, bits_of(s[i]) & 0x7fffffffu); });
+    }
     p.keep_amax<Y>(most);
   }
   __device__ bool leads() const { return warp == 0 && lane == 0; }

@@ -9,7 +9,7 @@ namespace {
 void multiply(const Call& call) {
   if (call.amax) check(cudaMemsetAsync(call.amax.data, 0, sizeof(uint32_t), stream()), call.name);
   if (call.into && call.K == 0) return;
-  if (call.M == 0 || call.N == 0 || multiply_by_cublaslt(call)) return;
+  if (call.M == 0 || call.N == 0 || (!call.turn.table && multiply_by_cublaslt(call))) return;
   switch (call.a.format.dtype) {
     case DType::f32:
       return multiply_f32(call);
@@ -44,6 +44,33 @@ Call call_of(const char* name, Form form, const Args& args) {
 }  // namespace
 
 void matmul_nt(const matmul_nt_args& args) { multiply(call_of("matmul_nt", Form::nt, args)); }
+
+// Where lanes do not hold the pairs, turned by the kernel of rope before y is rounded.
+void matmul_nt_rope(const matmul_nt_rope_args& args) {
+  check_rotation(args.D, 1);
+  const char* name = "matmul_nt_rope";
+  Call call{name, Form::nt, args.a, args.b, args.bias, args.y, {}, false};
+  call.M = args.y.shape.rows();
+  call.N = args.y.shape.cols();
+  call.K = args.a.shape.cols();
+  if ((args.D == 64 || args.D == 128) && call.K > 0) {
+    call.turn = {args.table.as<float>(), args.starts.as<int32_t>(), args.table.shape.rows(), (args.H + args.J) * args.D,
+                 static_cast<int>(args.D)};
+    return multiply(call);
+  }
+  const Scratch room(call.M * call.N * static_cast<int64_t>(sizeof(float)));
+  call.y.format = F32::format();
+  call.y.data = room.as<uint8_t>();
+  multiply(call);
+  rope_args turn;
+  turn.table = args.table, turn.qkv = call.y, turn.starts = args.starts;
+  turn.H = args.H, turn.J = args.J, turn.D = args.D, turn.direction = 1;
+  rope(turn);
+  convert_args round;
+  round.x = call.y, round.y = args.y;
+  convert(round);
+}
+
 void matmul_nn(const matmul_nn_args& args) { multiply(call_of("matmul_nn", Form::nn, args)); }
 void matmul_tn(const matmul_tn_args& args) { multiply(call_of("matmul_tn", Form::tn, args)); }
 void matmul_nt_into(const matmul_nt_into_args& args) { multiply(call_of("matmul_nt_into", Form::nt, args)); }

@@ -14,6 +14,7 @@ struct Call {
   Tensor a, b, bias, y, amax;  // no bias, no amax: no data
   bool into;                   // the product is added to what y holds
   int64_t M, N, K;             // M and N are at least 1
+  Turned::Turn turn;
 
   Result result() const {
     const auto scale = [](const Tensor& x) {

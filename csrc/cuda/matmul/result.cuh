@@ -4,6 +4,18 @@
 
 namespace coat::cuda {
 
+// A y of which q and k are turned, as rope does.
+struct Turned : BF16 {
+  struct Turn {
+    const float* table;  // null: none is to be turned
+    const int32_t* starts;
+    int64_t T, columns;  // those of q and k
+    int D;               // 64 or 128
+  };
+  Turn turn{};
+  explicit Turned(const Tensor& t) : BF16(t) {}
+};
+
 // y and what enters it besides a and b.
 struct Result {
   int64_t M, N;

@@ -8,7 +8,7 @@ namespace coat::cuda {
 // Scales of whole tensors wait for the end. Of<Halves> belongs to a thread, which has two rows, 8 apart, and in every
 // half, 128 columns, 64 elements in the order of Finish.
 struct NoScales {
-  static constexpr int kMostHalves = 2;  // of a tile
+  static constexpr bool kOfRuns = false;  // of both operands, for which a tile of one half leaves registers
   template <int Halves>
   struct Of {
     __device__ Of(const NoScales&, const Result&, int64_t, int64_t, int) {}
@@ -40,7 +40,7 @@ struct RowScales {
 // a in runs of 128 along K, b in blocks of 128 x 128. fetch() stands before the products that hide its latency, and
 // reads what the first cache has in 7 of 8 steps.
 struct RunsByBlocks {
-  static constexpr int kMostHalves = 2;
+  static constexpr bool kOfRuns = false;
   const float *a, *b;
   int64_t steps;  // along K, each a run and a block
   template <int Halves>
@@ -69,9 +69,9 @@ struct RunsByBlocks {
 };
 
 // Both in runs of 128 along K. Scales of b come turned: those of a step side by side, `width` columns, a multiple of
-// 128. A thread fetches those of its 32 columns, for which a tile of one half leaves registers.
+// 128. A thread fetches those of its 32 columns.
 struct RunsByRuns {
-  static constexpr int kMostHalves = 1;
+  static constexpr bool kOfRuns = true;
   const float *a, *b;
   int64_t steps, width;
   template <int Halves>

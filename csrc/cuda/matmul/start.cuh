@@ -6,7 +6,7 @@
 
 namespace coat::cuda {
 
-// What the three shapes of a call have in common. y is the view of a matrix of M lines and `width` columns at `to`.
+// What the shapes of a call have in common. y is the view of a matrix of M lines and `width` columns at `to`.
 template <class Y, class Scales>
 struct Start {
   const Call& call;
@@ -41,29 +41,41 @@ void start(const Start<Y, Scales>& s) {
   const CUtensorMap y_map =
       p.by_tiles ? tensor_map(name, s.to, kSizeY, s.call.M, s.width, s.width, 64) : a_map;  // a_map: not used
   const int64_t work = int64_t{p.down} * p.across * p.splits;
-  const auto clusters = static_cast<unsigned>(std::min<int64_t>(work, multiprocessors() / Shape::kCluster));
-  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape, Scales>, clusters * Shape::kCluster,
-                  Shape::kThreads, Shape::kCluster, Shape::kShared, a_map, b_map, y_map, p, s.y, s.scales);
+  // where parts meet, every cluster has one tile, however many of them run at once
+  const int64_t most = Shape::kMeets ? work : multiprocessors() / Shape::kCluster;
+  const auto blocks = static_cast<unsigned>(std::min(work, most) * Shape::kCluster);
+  launch_clusters(name, matmul_kernel_tensor<A, B, AlongA, AlongB, Y, Shape, Scales>, blocks, Shape::kThreads,
+                  Shape::kCluster * (Shape::kMeets ? p.splits : 1), Shape::kShared, a_map, b_map, y_map, p, s.y,
+                  s.scales);
+}
+
+template <class A, class Scales>
+inline constexpr Operands operands_of = sizeof(A) == 2    ? Operands::bf16
+                                        : Scales::kOfRuns ? Operands::fp8_runs
+                                                          : Operands::fp8;
+
+// Whether there are kernels in which parts of K meet; the sums of others go through memory.
+template <class Y, class Scales>
+inline constexpr bool kPartsMeet = std::is_same_v<Scales, NoScales> && !std::is_same_v<Y, Turned>;
+
+template <int Row, class Use>
+void each_shape(Use&& use) {
+  use.template operator()<Row>();
+  if constexpr (Row + 1 < std::size(kShapes)) each_shape<Row + 1>(use);
 }
 
 template <class A, class B, bool AlongA, bool AlongB, class Y, class Scales>
 void start_shape(const Start<Y, Scales>& s) {
-  const auto as = [&](auto shape) {
-    using Shape = decltype(shape);
-    static_assert(sizeof(A) == sizeof(B));
-    if constexpr (Shape::kHalves <= Scales::kMostHalves) start<A, B, AlongA, AlongB, Shape>(s);
-  };
-  switch (s.plan.shape) {  // the rows of kShapes
-    case 0:
-      return as(TileShape<2, 2, 2>{});
-    case 1:
-      return as(TileShape<2, 1, 1>{});
-    case 3:
-      if constexpr (sizeof(A) == 1) return as(TileShape<3, 1, 2>{});
-      [[fallthrough]];
-    default:
-      return as(TileShape<1, 1, 1>{});
-  }
+  static_assert(sizeof(A) == sizeof(B));
+  constexpr Operands kOperands = operands_of<A, Scales>;
+  each_shape<0>([&]<int Row>() {
+    if constexpr (kShapes[Row].step[static_cast<int>(kOperands)] != 0) {
+      if (s.plan.shape != Row) return;
+      if constexpr (kShapes[Row].parts_meet && kPartsMeet<Y, Scales>)
+        if (s.plan.meet) return start<A, B, AlongA, AlongB, ShapeOf<Row, true>>(s);
+      start<A, B, AlongA, AlongB, ShapeOf<Row>>(s);
+    }
+  });
 }
 
 template <class A, class B, bool AlongA, bool AlongB, class... Y, class Scales = NoScales>
@@ -78,13 +90,15 @@ void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan =
-      plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, sizeof(A) == 1, kHalf * Scales::kMostHalves);
-  if (plan.splits == 1) {
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>,
+                            kPartsMeet<BF16, Scales>, call.turn.table != nullptr);
+  if (plan.splits == 1 || plan.meet) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;
+      V y = view;
+      if constexpr (std::is_same_v<V, Turned>) y.turn = call.turn;
       start_shape<A, B, AlongA, AlongB>(
-          Start<V, Scales>{call, a, b, plan, call.result(), view, call.y.data, call.N, 0, scales});
+          Start<V, Scales>{call, a, b, plan, call.result(), y, call.y.data, call.N, 0, scales});
     });
     return;
   }

@@ -1,0 +1,70 @@
+// Emulated arithmetic: f32 tensors that hold numbers of fewer bits, rounded after each operation. A reference, and slow.
+import { arithmeticOf } from './axes.ts'
+import type { Handle } from './native.gen.ts'
+import { native } from './native.ts'
+import type { Arithmetic, Emulation } from './recipes.ts'
+import { Tape } from './tape.ts'
+import { Tensor } from './tensor.ts'
+
+/** Of stochastic rounding, whose bits come from it, the place and the value; and a power of two that stands for a loss scale. */
+export interface RoundOptions {
+  seed?: number
+  /** What values are multiplied by before they are rounded, and divided by afterwards (default 1). */
+  lossScale?: number
+}
+
+/** x f32 in any shape, rounded. */
+export function roundTo(x: Tensor, arithmetic: Arithmetic, { seed = 0, lossScale = 1 }: RoundOptions = {}): Tensor {
+  return Tensor.own(native.round_to(x.handle, ...arithmeticOf(arithmetic, lossScale), seed))
+}
+
+/** The same for a tensor that is held in place. */
+export function roundInto(x: Handle, arithmetic: Arithmetic, seed: number): void {
+  const rounded = native.round_to(x, ...arithmeticOf(arithmetic), seed)
+  native.assign(x, rounded)
+  native.free(rounded)
+}
+
+/** a bᵀ + bias: a [M, K], b [N, K], bias [N] → [M, N], f32; sums as the emulation says. */
+export function matmulEmulated(
+  a: Tensor,
+  b: Tensor,
+  bias: Tensor | null,
+  { sum, chunk }: Pick<Emulation, 'sum' | 'chunk'>,
+  { seed = 0, lossScale = 1 }: RoundOptions = {},
+): Tensor {
+  const arithmetic = arithmeticOf(sum, lossScale)
+  return Tensor.own(native.matmul_emulated(a.handle, b.handle, bias?.handle ?? null, chunk, ...arithmetic, seed))
+}
+
+/** An emulation at one place of a model, whose seed is its own. */
+export interface PlacedEmulation extends Emulation {
+  seed: number
+}
+
+/** y = x wᵀ + b of rounded operands: x [M, K], w [N, K], b [N] → [M, N]; the products of its gradients are like it. */
+export function emulatedLinear(x: Tensor, w: Tensor, b: Tensor | null, emulation: PlacedEmulation): Tensor {
+  const { operand, sum, lossScale } = emulation
+  const inputs = [x, w, ...(b ? [b] : [])]
+  const tape = inputs.some(({ requiresGrad }) => requiresGrad) ? Tape.current : null
+  const at = (place: number) => ({ seed: emulation.seed + place })
+  const scaled = (place: number) => ({ ...at(place), lossScale })
+  const weight = (w: Tensor) => roundTo(w, operand, at(1))
+  const kept = roundTo(x, operand, at(0))
+  const wq = weight(w)
+  const y = matmulEmulated(kept, wq, b, emulation, at(2))
+  wq.dispose()
+  tape?.push('linear', inputs, y, [kept, w], (dy, [kept, w]) => {
+    if (!kept || !w) return []
+    const d = roundTo(dy, operand, scaled(3))
+    const dx = x.requiresGrad ? matmulEmulated(d, turned(weight(w)), null, emulation, scaled(4)) : null
+    const dw = w.requiresGrad ? matmulEmulated(turned(d), turned(kept), null, emulation, scaled(5)) : null
+    const db = b?.requiresGrad ? roundTo(Tensor.own(native.column_sum(d.handle, 'f32')), sum, scaled(6)) : null
+    return [dx, dw, db]
+  })
+  return y
+}
+
+function turned(x: Tensor): Tensor {
+  return Tensor.own(native.convert_transposed(x.handle, null, 'f32'))
+}
