@@ -36,7 +36,7 @@ describe('directions', () => {
     ['native'],
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands', 'ranks'],
-    ['emulate'],
+    ['emulate', 'losses'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],
