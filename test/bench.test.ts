@@ -336,28 +336,28 @@ describe('recipes', () => {
   })
 
   test('what is emulated is trained shorter, marked, and compared with a bf16 run as long', async () => {
-    // the mark is not enumerable, so that no axis of this name is needed
-    const slow = Object.defineProperty({ ...recipes.fp32 }, 'emulated', { value: true })
     const options = {
       ...recipesDefaults,
       ...{ hidden: 32, inner: 48, layers: 1, heads: 2, batch: 2, sequence: 32, steps: 5, emulatedSteps: 2 },
       device: device('cpu'),
-      recipes: [{ name: 'slow', recipe: slow }, ...namedRecipes('coat,bf16')],
+      recipes: namedRecipes('gupta-fixed,coat,bf16'),
     }
     const { results } = await recipesBench(options)
     expect(results.map(({ recipe, steps, losses }) => [recipe, steps, losses.length])).toEqual([
       ['bf16', 5, 5],
       ['coat', 5, 5],
       ['bf16', 2, 2],
-      ['slow', 2, 2],
+      ['gupta-fixed', 2, 2],
     ])
     const base = results[2]?.validation as number
     const table = recipeTable(recipesRows(results, options)).rows
-    expect(table[3]?.[0]).toBe('slow (emulated)')
+    expect(table[3]?.[0]).toBe('gupta-fixed (emulated)')
     expect(Number(table[3]?.[3])).toBeCloseTo((results[3]?.validation as number) - base, 3)
-    const row = recipesRows(results, options).find(({ name, recipe }) => name === 'recipes/tokens' && recipe === 'slow')
+    const row = recipesRows(results, options).find(
+      ({ name, recipe }) => name === 'recipes/tokens' && recipe === 'gupta-fixed',
+    )
     expect(row?.shape).toMatchObject({ steps: 2, emulated: 1 })
-    expect(await recipesHtml(results, options)).toContain('slow (emulated)')
+    expect(await recipesHtml(results, options)).toContain('gupta-fixed (emulated)')
   })
 
   test('goes on from what is done, and refuses another set-up in the same folder', async () => {
