@@ -10,7 +10,6 @@ import {
   LlamaForCausalLM,
   memory,
   parameterBytes,
-  type Recipe,
   type StepMetrics,
   TextDataset,
   Trainer,
@@ -108,7 +107,7 @@ export async function recipesBench(options: RecipesOptions): Promise<{ results: 
 /** The runs by length, in each of which bf16 is the first: the others are compared with the one that is as long. */
 function plannedRuns({ recipes, steps, emulatedSteps }: RecipesOptions): PlannedRun[] {
   const runs = recipes.map((named) => {
-    const emulated = isEmulated(named.recipe)
+    const emulated = Boolean(named.recipe.emulated)
     return { ...named, emulated, steps: emulated ? Math.min(steps, emulatedSteps) : steps }
   })
   const base = runs.find(({ name }) => name === 'bf16')
@@ -118,10 +117,6 @@ function plannedRuns({ recipes, steps, emulatedSteps }: RecipesOptions): Planned
       ...(base ? [{ ...base, steps: length }] : []),
       ...runs.filter((run) => run !== base && run.steps === length),
     ])
-}
-
-function isEmulated(recipe: Recipe): boolean {
-  return 'emulated' in recipe && Boolean(recipe.emulated)
 }
 
 function setupOf({ device, ...options }: RecipesOptions) {

@@ -3,7 +3,7 @@ import { arithmeticOf } from './axes.ts'
 import type { Handle } from './native.gen.ts'
 import { native } from './native.ts'
 import type { Arithmetic, Emulation } from './recipes.ts'
-import { Tape } from './tape.ts'
+import { recordedBy } from './tape.ts'
 import { Tensor } from './tensor.ts'
 
 /** Of stochastic rounding, whose bits come from it, the place and the value; and a power of two that stands for a loss scale. */
@@ -46,7 +46,7 @@ export interface PlacedEmulation extends Emulation {
 export function emulatedLinear(x: Tensor, w: Tensor, b: Tensor | null, emulation: PlacedEmulation): Tensor {
   const { operand, sum, lossScale } = emulation
   const inputs = [x, w, ...(b ? [b] : [])]
-  const tape = inputs.some(({ requiresGrad }) => requiresGrad) ? Tape.current : null
+  const tape = recordedBy(...inputs)
   const at = (place: number) => ({ seed: emulation.seed + place })
   const scaled = (place: number) => ({ ...at(place), lossScale })
   const weight = (w: Tensor) => roundTo(w, operand, at(1))

@@ -288,6 +288,11 @@ export class Tape implements Disposable {
   }
 }
 
+/** The tape that records an operation with these inputs: the one that records now, if one of them wants a gradient. */
+export function recordedBy(...inputs: (Tensor | null)[]): Tape | null {
+  return inputs.some((input) => input?.requiresGrad) ? Tape.current : null
+}
+
 function accumulate(gradients: Map<number, Tensor>, input: Input, gradient: Tensor): void {
   if (input.sink) input.sink.accumulate(gradient)
   else gradients.set(input.id, addGradient(gradients.get(input.id) ?? null, gradient))

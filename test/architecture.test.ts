@@ -37,7 +37,7 @@ describe('directions', () => {
     ['tensor', 'schedule', 'guard', 'tokenizer', 'replace', 'recipes', 'updates', 'settings'],
     ['lossscale'],
     ['tape', 'data', 'safetensors', 'axes', 'scaler', 'rotation', 'exchange', 'operands', 'ranks'],
-    ['emulate'],
+    ['emulate', 'losses'],
     ['ops', 'generate'],
     ['cache'],
     ['modules', 'tokens', 'jsonl', 'models/fields'],

@@ -24,7 +24,7 @@ import {
 } from '../bench/row.ts'
 import { timingNotes } from '../bench/step.ts'
 import { quickstart } from '../examples/quickstart.ts'
-import { device, memory, recipes, Tensor } from '../lib/index.ts'
+import { device, memory, recipe, recipes, Tensor } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { present } from './harness.ts'
 import { Random } from './values.ts'
@@ -312,7 +312,7 @@ describe('recipes', () => {
   })
 
   test('every recipe has the bytes a parameter that its formats say, to 1 %', async () => {
-    const model = { ...recipesDefaults, batch: 1, sequence: 16, steps: 1 }
+    const model = { ...recipesDefaults, layers: 1, batch: 16, sequence: 16, steps: 1 }
     const { results } = await recipesBench({ ...model, device: device('cpu'), recipes: namedRecipes('all') })
     expect(results.map(({ recipe }) => recipe).sort()).toEqual(Object.keys(recipes).sort())
     for (const { recipe, measured, predicted, saved } of results) {
@@ -321,29 +321,43 @@ describe('recipes', () => {
     }
   })
 
+  test('a row that is added at run time is among them all', async () => {
+    const mine = recipe({ base: 'te-current', dw: 'bf16', m: 'bf16', v: 'bf16' })
+    Object.assign(recipes, { mine })
+    try {
+      const added = namedRecipes('all').filter(({ name }) => name === 'mine')
+      const model = { ...recipesDefaults, layers: 1, batch: 16, sequence: 16, steps: 1 }
+      const { results } = await recipesBench({ ...model, device: device('cpu'), recipes: added })
+      expect(results.map(({ recipe, predicted }) => [recipe, predicted])).toEqual([['mine', 4 + 2 + 4]])
+      expect(results[0]?.measured).toBeCloseTo(10, 1)
+    } finally {
+      Reflect.deleteProperty(recipes, 'mine')
+    }
+  })
+
   test('what is emulated is trained shorter, marked, and compared with a bf16 run as long', async () => {
-    // the mark is not enumerable, so that no axis of this name is needed
-    const slow = Object.defineProperty({ ...recipes.fp32 }, 'emulated', { value: true })
     const options = {
       ...recipesDefaults,
       ...{ hidden: 32, inner: 48, layers: 1, heads: 2, batch: 2, sequence: 32, steps: 5, emulatedSteps: 2 },
       device: device('cpu'),
-      recipes: [{ name: 'slow', recipe: slow }, ...namedRecipes('coat,bf16')],
+      recipes: namedRecipes('gupta-fixed,coat,bf16'),
     }
     const { results } = await recipesBench(options)
     expect(results.map(({ recipe, steps, losses }) => [recipe, steps, losses.length])).toEqual([
       ['bf16', 5, 5],
       ['coat', 5, 5],
       ['bf16', 2, 2],
-      ['slow', 2, 2],
+      ['gupta-fixed', 2, 2],
     ])
     const base = results[2]?.validation as number
     const table = recipeTable(recipesRows(results, options)).rows
-    expect(table[3]?.[0]).toBe('slow (emulated)')
+    expect(table[3]?.[0]).toBe('gupta-fixed (emulated)')
     expect(Number(table[3]?.[3])).toBeCloseTo((results[3]?.validation as number) - base, 3)
-    const row = recipesRows(results, options).find(({ name, recipe }) => name === 'recipes/tokens' && recipe === 'slow')
+    const row = recipesRows(results, options).find(
+      ({ name, recipe }) => name === 'recipes/tokens' && recipe === 'gupta-fixed',
+    )
     expect(row?.shape).toMatchObject({ steps: 2, emulated: 1 })
-    expect(await recipesHtml(results, options)).toContain('slow (emulated)')
+    expect(await recipesHtml(results, options)).toContain('gupta-fixed (emulated)')
   })
 
   test('goes on from what is done, and refuses another set-up in the same folder', async () => {

@@ -1,6 +1,6 @@
 // Probes against hand calculations, and against searches that do not know their formulas; and that a training is the same to the
 // bit with and without them.
-import { describe, expect, it } from 'vitest'
+import { describe, expect, it, vi } from 'vitest'
 import {
   accumulated,
   build,
@@ -288,6 +288,22 @@ describe.each(devices)('operands of a training on %s', (device) => {
     expect(await probe.take()).toEqual([])
   })
 
+  test('has a step that would be a graph run op by op', async () => {
+    const warnings = vi.spyOn(process, 'emitWarning').mockImplementation(() => {})
+    vi.stubEnv('COAT_GRAPH', 'cpu')
+    try {
+      const { losses, taken } = await probed('coat', '*', { graph: true })
+      expect(losses).toEqual(await plainLosses(device, 'coat'))
+      expect(taken.map(({ length }) => length)).toEqual([24, 0, 24, 0, 24, 0])
+      expect(String(warnings.mock.calls[0]?.[0])).toMatch(
+        /^training: steps run without a graph: read: a graph of device/,
+      )
+    } finally {
+      vi.unstubAllEnvs()
+      warnings.mockRestore()
+    }
+  })
+
   test('shows what a delayed scale saturates', async () => {
     using probe = new OperandProbe('*.0.*.qkv_proj.*')
     using run = new Run(device, 'te-delayed', { optimizer: { lr: 0.3 }, clip: 0 })
@@ -339,9 +355,16 @@ describe.each(devices)('gradient diversity on %s', (device) => {
   })
 
   test('copies whole gradients before the update, of steps that count, and a training is the same with it', async () => {
-    for (const recipe of ['fp32', 'coat', 'fp8-lm-o2'] as const) {
+    vi.stubEnv('COAT_GRAPH', 'cpu')
+    for (const [recipe, graph] of [
+      ['fp32', false],
+      ['coat', false],
+      ['fp8-lm-o2', false],
+      ['coat', true],
+    ] as const) {
       let probe: GradientDiversity | null = null
       using run = new Run(device, recipe, {
+        graph,
         phase: (part) => {
           if (part === 'update') probe?.sample()
         },
@@ -358,6 +381,7 @@ describe.each(devices)('gradient diversity on %s', (device) => {
       expect(value).toBeLessThan(5)
       probe.dispose()
     }
+    vi.unstubAllEnvs()
   })
 
   test('says when gradients are gone', async () => {
