@@ -307,7 +307,14 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const m = copyOf(slot.m)
       const v = slot.v && copyOf(slot.v)
       const p = valuesOf(slot).kept
-      const exact = { master: null, lost: null, clip: clip?.handle ?? null, rounding: 'nearest', seed: 0 } as const
+      const exact = {
+        master: null,
+        lost: null,
+        amax: null,
+        clip: clip?.handle ?? null,
+        rounding: 'nearest',
+        seed: 0,
+      } as const
       const lists = { p: [p.handle], g: [(param.grad as Tensor).handle], m: [m.handle], v: v ? [v.handle] : [] }
       rules[rule].run({ ...exact, ...lists, t: this.steps + 1 }, { ...numbers, lr: lr * share, vFloor: false })
       return p
@@ -331,6 +338,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     const { numbers, share, rounding } = slots[0] as Slot
     const all = (of: (slot: Slot) => Tensor | null) => slots.map((slot) => (of(slot) as Tensor).handle)
     const some = (of: (slot: Slot) => Tensor | null) => (of(slots[0] as Slot) ? all(of) : null)
+    const measures = this.#measures(slots)
     rules[rule].run(
       {
         p: all(({ param }) => param.tensor),
@@ -339,6 +347,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         g: all(({ param }) => param.grad),
         m: all(({ m }) => m),
         v: some(({ v }) => v) ?? [],
+        amax: measures ? all(({ param }) => param.tensor.amax()) : null,
         clip: clip?.handle ?? null,
         rounding,
         seed: seedOf(seed, t, call),
@@ -346,6 +355,18 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       },
       { ...numbers, lr: lr * share },
     )
+    if (measures) for (const { param } of slots) param.tensor.renewAmax()
+  }
+
+  /**
+   * Whether the next pass reads one of these parameters in FP8, whose scale then follows from the largest magnitude that the
+   * update leaves. A skipped step leaves that of before, so that it must be known before: it is measured once, and again
+   * after a parameter was changed from outside.
+   */
+  #measures(slots: readonly Slot[]): boolean {
+    const { measured } = rules[this.options.rule]
+    const tensors = slots.map(({ param }) => param.tensor)
+    return tensors.some(({ isOperand }) => isOperand) && tensors.every(({ format }) => measured.includes(format))
   }
 
   advance(): void {

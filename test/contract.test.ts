@@ -26,7 +26,7 @@ const loose = native as unknown as Record<string, (...list: unknown[]) => unknow
 
 // the numbers of adamw
 const ones = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0] as const
-const [parameters, pairs] = entryOf('adamw').only.map(({ combinations }) =>
+const [parameters, , pairs] = entryOf('adamw').only.map(({ combinations }) =>
   combinations.map((row) => row.map((format) => format ?? 'none').join(', ')).join('; '),
 )
 function adamwOn(
@@ -36,7 +36,7 @@ function adamwOn(
   rounding: 'nearest' | 'stochastic' | 'kahan',
 ) {
   const states = () => p.map((handle) => f32(...native.info(handle).shape))
-  native.adamw(p, master, lost, states(), states(), states(), null, ...ones, rounding, 0)
+  native.adamw(p, master, lost, states(), states(), states(), null, null, ...ones, rounding, 0)
 }
 
 describe('refusals name op, argument, value and rule', () => {
@@ -124,7 +124,7 @@ describe('refusals name op, argument, value and rule', () => {
       'format',
       'm',
       `adamw: m f32, v bf16 is not a combination of this op, which has: ${pairs}`,
-      () => native.adamw([f32(2)], null, null, [f32(2)], [f32(2)], [bf16(2)], null, ...ones, 'nearest', 0),
+      () => native.adamw([f32(2)], null, null, [f32(2)], [f32(2)], [bf16(2)], null, null, ...ones, 'nearest', 0),
     ],
     [
       'a format of a result',
@@ -145,14 +145,14 @@ describe('refusals name op, argument, value and rule', () => {
       'shape',
       'g',
       'adamw: g has 1 tensors and must have 2, as p',
-      () => native.adamw([f32(2), f32(3)], null, null, [f32(2)], [f32(2)], [f32(2)], null, ...ones, 'nearest', 0),
+      () => native.adamw([f32(2), f32(3)], null, null, [f32(2)], [f32(2)], [f32(2)], null, null, ...ones, 'nearest', 0),
     ],
     [
       'members of different sizes',
       'shape',
       'g',
       'adamw: g[1] f32[4] must have 3 elements, as p[1] f32[3]',
-      () => native.adamw([f32(2), f32(3)], null, null, [f32(2), f32(4)], [], [], null, ...ones, 'nearest', 0),
+      () => native.adamw([f32(2), f32(3)], null, null, [f32(2), f32(4)], [], [], null, null, ...ones, 'nearest', 0),
     ],
     [
       'what cannot be rounded at random',

@@ -389,8 +389,8 @@ describe('second moments of a gradient of 1 after 20 000 steps with a beta of 0.
     const plain = () => Tensor.zeros([1, 1])
     const [p, g, m] = [plain(), Tensor.from([1], [1, 1]), Tensor.zeros([1, 1], { format: 'bf16' })]
     const v = Tensor.zeros([1, 1], { format })
-    const lists: Lists = [[p.handle], null, null, [g.handle], [m.handle], [v.handle], null]
-    type Lists = [number[], null, null, number[], number[], number[], null]
+    const lists: Lists = [[p.handle], null, null, [g.handle], [m.handle], [v.handle], null, null]
+    type Lists = [number[], null, null, number[], number[], number[], null, null]
     for (let t = 1; t <= 20_000; t++) native.adamw(...lists, 0, 0.9, 0.1, 0.999, 0.001, 1e-8, 0, 1, 1, 0, 'nearest', 0)
     expect((await v.read())[0]).toBeCloseTo(expected, 5)
     for (const tensor of [p, g, m, v]) tensor.dispose()

@@ -133,10 +133,12 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
   __shared__ alignas(16) float logs[kTable];
   __shared__ alignas(Member) uint8_t bytes[sizeof(Member)];  // its pointers would take too many registers
   Member& entry = *reinterpret_cast<Member*>(bytes);
+  __shared__ Largest largest;
   fill(logs);
   {
     const Member found = owner_of(list, count, &Member::first_block, blockIdx.x);
     if (threadIdx.x == 0) entry = found;
+    largest.begin(found.amax);
   }
   __syncthreads();
   const auto table = static_cast<uint32_t>(__cvta_generic_to_shared(logs));
@@ -196,12 +198,20 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
             p[c * E + e] = round_stochastic(p[c * E + e], words[e / 2] >> (e % 2 * 16) & 0xffffu);
         }
       }
+      if constexpr (!kWhole) {  // what does not exist counts for nothing
+#pragma unroll
+        for (int k = 0; k < kPart; ++k)
+          if (k / E * decltype(batch.p)::kStep + k % E >= left) p[k] = 0.f;
+      }
       batch.p.encode(p);
       batch.p.template put<kWhole>(entry.source.codes, i, left);
       if constexpr (Copies) {
         Pieces<BFloat16, E> copy;
         copy.encode(p);
         copy.template put<kWhole>(entry.copy.codes, i, left);
+        if (largest.of) largest.raise(copy.largest());
+      } else {
+        if (largest.of) largest.raise(batch.p.largest());
       }
     }
     fetch_next();
@@ -284,6 +294,7 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
     update(std::false_type{}, i, batch, [] {});
   }
   count_infs_of_block(status, infs);
+  largest.end();
 }
 
 // The members of the list with these formats, in one launch.
@@ -299,8 +310,8 @@ void run(const adamw_args& args) {
     if (!is_expanded_case(args, i) || !(source.format == PlainOf<Source>::format()) ||
         !(g.format == PlainOf<Gradient>::format()) || n == 0)
       continue;
-    list.push_back({E4M3X128(args.m[i]), E4M3X128(args.v[i]), PlainOf<Source>(source), BF16(p), PlainOf<Gradient>(g), n,
-                    blocks, static_cast<int64_t>(i)});
+    list.push_back({E4M3X128(args.m[i]), E4M3X128(args.v[i]), PlainOf<Source>(source), BF16(p), PlainOf<Gradient>(g),
+                    args.amax.empty() ? nullptr : args.amax[i].as<uint32_t>(), n, blocks, static_cast<int64_t>(i)});
     blocks += (n + kElements - 1) / kElements;
   }
   if (list.empty()) return;
