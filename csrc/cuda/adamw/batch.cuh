@@ -68,9 +68,8 @@ struct Pieces {
     else
       return float_of(k % 2 ? word[k / 2] & 0xffff0000u : word[k / 2] << 16);
   }
-  // Bits of the largest magnitude.
-  __device__ uint32_t largest() const {
-    uint32_t most = 0;
+  // Raises `most` to the largest magnitude, word by word: bits of magnitudes order as integers.
+  __device__ void raise(uint32_t& most) const {
 #pragma unroll
     for (int w = 0; w < static_cast<int>(kPart * sizeof(Code) / 4); ++w) {
       if constexpr (sizeof(Code) == 4)
@@ -78,7 +77,6 @@ struct Pieces {
       else
         most = __vmaxu2(most, word[w] & 0x7fff7fffu);
     }
-    return sizeof(Code) == 4 ? most : max(most & 0xffff0000u, most << 16);
   }
   __device__ void encode(const float (&x)[kPart]) {
 #pragma unroll

@@ -133,19 +133,17 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
   __shared__ alignas(16) float logs[kTable];
   __shared__ alignas(Member) uint8_t bytes[sizeof(Member)];  // its pointers would take too many registers
   Member& entry = *reinterpret_cast<Member*>(bytes);
-  __shared__ Largest largest;
   fill(logs);
   {
     const Member found = owner_of(list, count, &Member::first_block, blockIdx.x);
     if (threadIdx.x == 0) entry = found;
-    largest.begin(found.amax);
   }
   __syncthreads();
   const auto table = static_cast<uint32_t>(__cvta_generic_to_shared(logs));
   const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 / 2;
   const int64_t n = entry.n;
   const Folded fold(rule, factor);
-  uint32_t infs = 0;
+  uint32_t most = 0;  // the largest |p| as stored, of bf16 in each half
 
   const auto update = [&](auto whole, int64_t i, Batch<Source, Gradient>& batch, auto&& fetch_next) {
     constexpr bool kWhole = whole.value;
@@ -209,9 +207,9 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
         Pieces<BFloat16, E> copy;
         copy.encode(p);
         copy.template put<kWhole>(entry.copy.codes, i, left);
-        if (largest.of) largest.raise(copy.largest());
+        copy.raise(most);
       } else {
-        if (largest.of) largest.raise(batch.p.largest());
+        batch.p.raise(most);
       }
     }
     fetch_next();
@@ -238,7 +236,7 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
       for (int k = 0; k < kPart; ++k) v[k] = AdamW::kept(v[k]);
       const RangeWithMin of_m = range_of(m), of_v = range_of(v);
       range = odd ? of_v : of_m;
-      infs += of_m.infs + of_v.infs;
+      if (of_m.infs + of_v.infs > 0) count_infs(status, of_m.infs + of_v.infs);
       range.infs = 0;
       low = float_of(range.min);
     }
@@ -293,8 +291,10 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
     batch.template fetch<false>(entry, i, n - i);
     update(std::false_type{}, i, batch, [] {});
   }
-  count_infs_of_block(status, infs);
-  largest.end();
+  if (!entry.amax) return;
+  if constexpr (Copies || sizeof(Source) == 2) most = max(most & 0xffff0000u, most << 16);
+  most = block_max(most);
+  if (threadIdx.x == 0) atomicMax(entry.amax, most);
 }
 
 // The members of the list with these formats, in one launch.
