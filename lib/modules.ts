@@ -431,6 +431,7 @@ export class Attention extends Module {
       saved: this.saved,
       // one copy for backward and for a projection that quantizes what it reads
       y: isScaled(this.saved) && isScaled(this.output.formats.x) ? this.saved : this.stream,
+      measured: this.output.formats.x === 'e4m3/t',
       dx: this.stream,
     })
     return this.output.forward(mixed)

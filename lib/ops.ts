@@ -382,6 +382,8 @@ export interface AttentionOptions {
   saved?: Plain | 'e4m3/g16'
   /** Format of the result: that of qkv by default; `e4m3/g16` is then the copy that backward reads, too. */
   y?: Plain | 'e4m3/g16'
+  /** Whether an FP8 product by one scale reads the result, which then comes with its largest magnitude. */
+  measured?: boolean
   /** Format of gradients. */
   dx: Plain
 }
@@ -397,10 +399,12 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   const documents = starts?.handle ?? null
   if (rope) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
   const format = qkv.format as Plain
-  const [outHandle, lseHandle] = native.attention_forward(
+  const converted = options.y !== undefined && options.y !== format
+  const [outHandle, lseHandle, largest] = native.attention_forward(
     qkv.handle,
     documents,
     format,
+    options.measured && !converted ? 'f32' : null,
     T,
     H,
     J,
@@ -410,9 +414,10 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     scale,
   )
   let out = Tensor.own(outHandle, format)
-  if (options.y && options.y !== format) {
+  if (largest !== null) out.adoptAmax(largest)
+  if (converted) {
     const plain = out
-    out = Tensor.own(native.convert(outHandle, null, options.y), options.y)
+    out = Tensor.own(native.convert(outHandle, null, options.y as Plain), options.y)
     plain.dispose()
   }
   const lse = Tensor.own(lseHandle)

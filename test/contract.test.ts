@@ -96,14 +96,14 @@ describe('refusals name op, argument, value and rule', () => {
       'shape',
       'qkv',
       'attention_forward: qkv f32[6, 40] must have (H+2*J)*D = 64 in dimension 1 (H = 4, J = 2, D = 8)',
-      () => native.attention_forward(f32(6, 40), null, 'f32', 3, 4, 2, 8, 1, 0, 1),
+      () => native.attention_forward(f32(6, 40), null, 'f32', null, 3, 4, 2, 8, 1, 0, 1),
     ],
     [
       'rows that are no whole sequences',
       'shape',
       'qkv',
       'attention_forward: qkv f32[7, 64] must have size B*T (T = 3) in dimension 0, which 7 is not',
-      () => native.attention_forward(f32(7, 64), null, 'f32', 3, 4, 2, 8, 1, 0, 1),
+      () => native.attention_forward(f32(7, 64), null, 'f32', null, 3, 4, 2, 8, 1, 0, 1),
     ],
     [
       'the contraction',
@@ -337,7 +337,7 @@ describe('refusals name op, argument, value and rule', () => {
 
   it('J that does not divide H is refused by name', () => {
     const qkv = f32(3, 14)
-    const error = refusal(() => native.attention_forward(qkv, null, 'f32', 3, 3, 2, 2, 0, 0, 1))
+    const error = refusal(() => native.attention_forward(qkv, null, 'f32', null, 3, 3, 2, 2, 0, 0, 1))
     expect([error.message, error.code]).toEqual(['attention_forward: J is 2 and must divide H = 3', 'value'])
   })
 })

@@ -1,4 +1,5 @@
-// Scales of FP8 weights that follow from the maxima that the optimizer leaves: the same bits as measured ones.
+// Scales that follow from the maxima that the optimizer leaves of weights and attention of its result: the same bits as
+// measured ones.
 import { mkdtempSync, rmSync } from 'node:fs'
 import { tmpdir } from 'node:os'
 import { join } from 'node:path'
@@ -150,6 +151,28 @@ describe.each(devices)('on %s', (name) => {
       await run.edit()
       expect(await step()).toEqual({ read: 1, measured: 1 })
       expect(await step()).toEqual(none)
+    },
+  )
+
+  on.each(['coat', 'te-current'] as const)(
+    '%s: what attention makes is measured by it, with the same bits',
+    async (recipe) => {
+      const { attention_forward: forward } = native
+      const forwards = vi.spyOn(native, 'attention_forward')
+      const converts = vi.spyOn(native, 'convert')
+      /** A history, and how many results of attention convert measured, of how many that it quantized. */
+      const run = async () => {
+        for (const spy of [forwards, converts]) spy.mockClear()
+        const seen = await history({ recipe })
+        const outs = new Set(forwards.mock.results.map(({ value }) => value[0]))
+        const quantized = converts.mock.calls.filter(([x, , y]) => outs.has(x) && y === 'e4m3/t')
+        expect(quantized.length).toBeGreaterThanOrEqual(outs.size)
+        return { seen, measured: quantized.filter(([, scale]) => scale === null).length / outs.size }
+      }
+      const { seen, measured } = await run()
+      expect(measured).toBe(0)
+      forwards.mockImplementation((qkv, starts, out, _, ...rest) => forward(qkv, starts, out, null, ...rest))
+      expect(await run()).toEqual({ seen, measured: 1 })
     },
   )
 

@@ -31,7 +31,9 @@ class Plainly {
 void attention_forward(const attention_forward_args& args) {
   const AttentionSizes s = attention_sizes(args);
   float* lse = args.lse.as<float>();
-  if (!attention_forward_tensor(s, args.qkv, args.out, lse)) attention_forward_generic(s, args.qkv, args.out, lse);
+  if (attention_forward_tensor(s, args.qkv, args.out, lse, args.amax.as<uint32_t>())) return;
+  attention_forward_generic(s, args.qkv, args.out, lse);
+  if (args.amax) amax(amax_of(args.out, args.amax));
 }
 
 void attention_backward(const attention_backward_args& args) {

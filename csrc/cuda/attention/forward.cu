@@ -229,6 +229,7 @@ __global__ void __launch_bounds__(384, 1)
           lse[(int64_t{task.sequence} * p.T + q) * p.H + task.head] =
               (softmax.top[down] * p.exponent + log2_near(total)) * kLn2;
       }
+      if (Mixes && p.largest) leave_largest(p, first, thread, out);
       if constexpr (Mixes)
         send_sums<Head>(out, q_at, Own::kTile, out_map, task.sequence, first, task.head, thread, 1 + group);
       if (Mixes && thread == 0) stores_have_read();
@@ -242,11 +243,11 @@ __global__ void __launch_bounds__(384, 1)
 
 // Without out, only the log-sum-exp.
 template <int Head>
-void start(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float* lse) {
+void start(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float* lse, uint32_t* largest) {
   using Shape = ForwardShape<Head>;
   constexpr const char* kName = "attention_forward";
   const DocumentEnds ends(kName, s, !s.causal);
-  const AttentionProblem p = problem_of(s, ends.get(), 16 << 20);
+  const AttentionProblem p = problem_of(s, ends.get(), 16 << 20, nullptr, largest);
   const int64_t heads = s.H + 2 * s.J;
   const auto map_of = [&](const Tensor& x, int64_t heads, int lines) {
     return tensor_map_of_heads(kName, x.data, s.B, s.T, heads, s.D, heads * s.D, lines);
@@ -263,14 +264,16 @@ void start(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float*
     run(attention_forward_kernel_tensor<Head, false>, q_map);
 }
 
-bool start_head(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float* lse) {
+bool start_head(const AttentionSizes& s, const Tensor& qkv, const Tensor* out, float* lse,
+                uint32_t* largest = nullptr) {
   if (!fits_tensor(s) || qkv.format.dtype != DType::bf16 || (out && out->format.dtype != DType::bf16)) return false;
+  if (largest) check(cudaMemsetAsync(largest, 0, sizeof(uint32_t), stream()), "attention_forward");
   if (s.D <= 64)
-    start<64>(s, qkv, out, lse);
+    start<64>(s, qkv, out, lse, largest);
   else if (s.D <= 128)
-    start<128>(s, qkv, out, lse);
+    start<128>(s, qkv, out, lse, largest);
   else
-    start<256>(s, qkv, out, lse);
+    start<256>(s, qkv, out, lse, largest);
   return true;
 }
 
@@ -284,8 +287,9 @@ DocumentEnds::DocumentEnds(const char* op, const AttentionSizes& s, bool wanted)
          room_->as<int32_t>());
 }
 
-bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
-  return start_head(s, qkv, &out, lse);
+bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse,
+                              uint32_t* largest) {
+  return start_head(s, qkv, &out, lse, largest);
 }
 
 bool attention_lse_tensor(const AttentionSizes& s, const Tensor& qkv, float* lse) {
