@@ -330,7 +330,8 @@ function argumentOf(
   const list = mode.includes('list')
   const share = () => Math.floor(product('M N', one.sizes) / (one.sizes.L ?? 1))
   const tensors = Array.from({ length: list ? (one.sizes.L ?? 1) : 1 }, (_, i) => {
-    const shape = list ? [1, (onDevice ? one.members?.[i] : undefined) ?? share()] : shapeOf(dims, one.sizes)
+    const shape =
+      list && dims === '*' ? [1, (onDevice ? one.members?.[i] : undefined) ?? share()] : shapeOf(dims, one.sizes)
     return onDevice && shape.length === 2 && format !== 'i32'
       ? randomOn(device, name, shape as [number, number], format, i + 1)
       : Tensor.from(valuesOf(name, shape, format, one.sizes, i + 1), shape, { format, device }).keep()

@@ -436,6 +436,7 @@ export const opCases: readonly OpCase[] = [
     large: [{ L: llama.length, n: sum(llama.length, (i) => llama[i] as number) }],
   },
   adamw('e4m3/x128', { p: 'bf16', g: 'bf16' }, 'stochastic'),
+  adamw('e4m3/x128', { p: 'bf16', g: 'bf16', amax: 'f32' }, 'stochastic'),
   adamw('e4m3/x128', { p: 'bf16', lost: 'bf16', g: 'bf16' }, 'kahan'),
   lion('f32', { p: 'f32', g: 'bf16' }),
   lion('e4m3/x128', { p: 'f32', g: 'bf16' }),

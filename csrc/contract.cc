@@ -107,6 +107,7 @@ std::vector<Op> parse() {
 #define LIST_INOUT(name, formats) .tensor(Mode::list_inout, #name, formats, "*")
 #define OPT_LIST_IN(name, formats) .tensor(Mode::opt_list_in, #name, formats, "*")
 #define OPT_LIST_INOUT(name, formats) .tensor(Mode::opt_list_inout, #name, formats, "*")
+#define OPT_LIST_ONES(name, formats) .tensor(Mode::opt_list_inout, #name, formats, "1")
 #define F32(name) .number(Mode::f32, #name)
 #define I64(name) .number(Mode::i64, #name)
 #define SEED(name) .number(Mode::seed, #name)

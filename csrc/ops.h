@@ -16,6 +16,7 @@ namespace coat {
 #define LIST_INOUT(name, formats) std::vector<Tensor> name;
 #define OPT_LIST_IN(name, formats) std::vector<Tensor> name;
 #define OPT_LIST_INOUT(name, formats) std::vector<Tensor> name;
+#define OPT_LIST_ONES(name, formats) std::vector<Tensor> name;
 #define F32(name) float name = 0;
 #define I64(name) int64_t name = 0;
 #define SEED(name) uint64_t name = 0;
@@ -49,6 +50,7 @@ namespace coat {
 #undef LIST_INOUT
 #undef OPT_LIST_IN
 #undef OPT_LIST_INOUT
+#undef OPT_LIST_ONES
 #undef F32
 #undef I64
 #undef SEED
@@ -64,6 +66,7 @@ namespace coat {
 #define LIST_INOUT(name, formats) f(#name, args.name);
 #define OPT_LIST_IN(name, formats) f(#name, args.name);
 #define OPT_LIST_INOUT(name, formats) f(#name, args.name);
+#define OPT_LIST_ONES(name, formats) f(#name, args.name);
 #define F32(name) f(#name, args.name);
 #define I64(name) f(#name, args.name);
 #define SEED(name) f(#name, args.name);
@@ -84,6 +87,7 @@ namespace coat {
 #undef LIST_INOUT
 #undef OPT_LIST_IN
 #undef OPT_LIST_INOUT
+#undef OPT_LIST_ONES
 #undef F32
 #undef I64
 #undef SEED

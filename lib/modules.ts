@@ -452,6 +452,7 @@ export class Attention extends Module {
       starts,
       window,
       saved: this.saved,
+      measured: this.output.formats.x === 'e4m3/t',
       dx: this.stream,
     })
     return this.output.forward(mixed)

@@ -422,6 +422,8 @@ export interface AttentionOptions {
   window?: number
   /** What is kept for backward: qkv, the output and one f32 a head, or an 8-bit copy of qkv alone. */
   saved?: Plain | 'e4m3/g16' | 'i8/g16'
+  /** Whether an FP8 product by one scale reads the result, which then comes with its largest magnitude. */
+  measured?: boolean
   /** Format of gradients. */
   dx: Plain
 }
@@ -437,10 +439,11 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
   const documents = starts?.handle ?? null
   if (rope && !options.turned) native.rope(rope.handle, qkv.handle, documents, H, J, D, 1)
   const format = qkv.format as Plain
-  const [outHandle, lseHandle] = native.attention_forward(
+  const [outHandle, lseHandle, largest] = native.attention_forward(
     qkv.handle,
     documents,
     format,
+    options.measured ? 'f32' : null,
     T,
     H,
     J,
@@ -450,6 +453,7 @@ export function attention(qkv: Tensor, options: AttentionOptions): Tensor {
     scale,
   )
   const out = Tensor.own(outHandle, format)
+  if (largest !== null) out.adoptAmax(largest)
   const lse = Tensor.own(lseHandle)
   const tape = recordedBy(qkv)
   if (!tape) return out

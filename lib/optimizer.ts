@@ -349,6 +349,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const exact = {
         master: null,
         lost: null,
+        amax: null,
         arithmetic: null,
         clip: clip?.handle ?? null,
         rounding: 'nearest',
@@ -383,6 +384,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     const bits = seedOf(seed, t, call)
     const all = (of: (slot: Slot) => Tensor | null) => slots.map((slot) => (of(slot) as Tensor).handle)
     const some = (of: (slot: Slot) => Tensor | null) => (of(slots[0] as Slot) ? all(of) : null)
+    const measures = this.#measures(slots)
     rules[rule].run(
       {
         p: all(({ param }) => param.tensor),
@@ -391,6 +393,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
         g: all(({ param }) => param.grad),
         m: all(({ m }) => m),
         v: some(({ v }) => v) ?? [],
+        amax: measures ? all(({ param }) => param.tensor.amax()) : null,
         clip: clip?.handle ?? null,
         rounding,
         arithmetic,
@@ -401,6 +404,18 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     )
     // of what a rule has rounded itself this changes nothing
     if (arithmetic) for (const { param } of slots) roundInto(param.tensor.handle, arithmetic, bits)
+    if (measures) for (const { param } of slots) param.tensor.renewAmax()
+  }
+
+  /**
+   * Whether the next pass reads one of these parameters in FP8, whose scale then follows from the largest magnitude that the
+   * update leaves. A skipped step leaves that of before, so that it must be known before: it is measured once, and again
+   * after a parameter was changed from outside.
+   */
+  #measures(slots: readonly Slot[]): boolean {
+    const { measured } = rules[this.options.rule]
+    const tensors = slots.map(({ param }) => param.tensor)
+    return tensors.some(({ isOperand }) => isOperand) && tensors.every(({ format }) => measured.includes(format))
   }
 
   advance(): void {

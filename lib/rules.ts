@@ -125,6 +125,8 @@ interface Call {
   g: Handle[]
   m: Handle[]
   v: Handle[]
+  /** f32 [1] of each, which becomes the largest |p|; null: not wanted. */
+  amax: Handle[] | null
   clip: Handle | null
   rounding: Rounding
   /** What parameters are rounded to where that is emulated. */
@@ -140,6 +142,8 @@ interface Rule<Options extends FullOptions> {
   own: readonly string[]
   /** States besides the master: the arguments of the native op. */
   moments: readonly ('m' | 'v')[]
+  /** Formats of parameters of which the native op leaves the largest magnitude. */
+  measured: readonly Format[]
   run(call: Call, numbers: Numbers): void
 }
 
@@ -152,20 +156,22 @@ export const rules: { [Options in FullOptions as Options['rule']]: Rule<Options>
     defaults: { ...shared, rule: 'adamw', lr: 1e-3, betas: [0.9, 0.95], eps: 1e-8, vFloor: true, allowUnsafe: false },
     own: [...sharedOwn, 'betas', 'eps', 'v'],
     moments: ['m', 'v'],
+    measured: ['f32', 'bf16'],
     run(
-      { p, master, lost, g, m, v, clip, rounding, seed, t },
+      { p, master, lost, g, m, v, amax, clip, rounding, seed, t },
       { lr, betas: [beta1, beta2], eps, weightDecay, vFloor },
     ) {
       const corrections = [1 - beta1 ** t, Math.sqrt(1 - beta2 ** t)] as const
       const averages = [beta1, 1 - beta1, beta2, 1 - beta2] as const
       const end = [Number(vFloor), rounding, seed] as const
-      native.adamw(p, master, lost, g, m, v, clip, lr, ...averages, eps, weightDecay, ...corrections, ...end)
+      native.adamw(p, master, lost, g, m, v, amax, clip, lr, ...averages, eps, weightDecay, ...corrections, ...end)
     },
   },
   lion: {
     defaults: { ...shared, rule: 'lion', lr: 1e-4, betas: [0.9, 0.99] },
     own: [...sharedOwn, 'betas'],
     moments: ['m'],
+    measured: [],
     run({ p, master, lost, g, m, clip, rounding, seed }, { lr, betas: [beta1, beta2], weightDecay }) {
       const averages = [beta1, 1 - beta1, beta2, 1 - beta2] as const
       native.lion(p, master, lost, g, m, clip, lr, ...averages, weightDecay, rounding, seed)
@@ -175,6 +181,7 @@ export const rules: { [Options in FullOptions as Options['rule']]: Rule<Options>
     defaults: { ...shared, weightDecay: 0, rule: 'sgd', lr: 1e-3, momentum: 0.9, dampening: 0, nesterov: false },
     own: [...sharedOwn, 'momentum'],
     moments: ['m'],
+    measured: [],
     run(
       { p, master, lost, g, m, clip, rounding, arithmetic, seed, t },
       { lr, momentum, dampening, nesterov, weightDecay },

@@ -333,6 +333,17 @@ export class Tensor implements Disposable {
     return (this.#amax as Twin).tensor
   }
 
+  /** Says that what changed this tensor in place brought the largest |x| that it carried up to date. */
+  renewAmax(): void {
+    if (this.#amax) this.#amax.version = native.version(this.handle)
+  }
+
+  /** Whether FP8 twins by one scale were asked for since it last changed, so that its largest |x| is worth knowing. */
+  get isOperand(): boolean {
+    const version = native.version(this.handle)
+    return [...this.#scales].some(([format, kept]) => measurable.has(format) && kept.version === version)
+  }
+
   /** Gives `/t` twins of this format that are made from now on this scale, f32 [1]. */
   adoptScale(format: Format, scale: Tensor): void {
     this.#scales.get(format)?.tensor.release()
@@ -492,14 +503,17 @@ export class Tensor implements Disposable {
     if (kept?.version === version) return kept.tensor.handle
     this.#scales.delete(format)
     kept?.tensor.release()
-    if (this.#amax?.version !== version || (format !== 'e4m3/t' && format !== 'e5m2/t')) return null
-    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format, 'exact'))
+    if (this.#amax?.version !== version || !measurable.has(format)) return null
+    const tensor = Tensor.#retain(native.scale_from_amax(this.#amax.tensor.handle, format as 'e4m3/t', 'exact'))
     this.#scales.set(format, { tensor, version })
     return tensor.handle
   }
 }
 
 export const scope = Tensor.scope
+
+/** Formats whose scale follows from the largest |x|. */
+const measurable: ReadonlySet<Format> = new Set(['e4m3/t', 'e5m2/t'])
 
 const transposables: ReadonlySet<Format> = new Set(
   native.table().find(({ name }) => name === 'convert_transposed')?.arguments[0]?.formats,

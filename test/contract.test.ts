@@ -26,7 +26,7 @@ const loose = native as unknown as Record<string, (...list: unknown[]) => unknow
 
 // the numbers of adamw
 const ones = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0] as const
-const [parameters, pairs] = entryOf('adamw').only.map(({ combinations }) =>
+const [parameters, , pairs] = entryOf('adamw').only.map(({ combinations }) =>
   combinations.map((row) => row.map((format) => format ?? 'none').join(', ')).join('; '),
 )
 function adamwOn(
@@ -36,7 +36,7 @@ function adamwOn(
   rounding: 'nearest' | 'stochastic' | 'kahan',
 ) {
   const states = () => p.map((handle) => f32(...native.info(handle).shape))
-  native.adamw(p, master, lost, states(), states(), states(), null, ...ones, rounding, 0)
+  native.adamw(p, master, lost, states(), states(), states(), null, null, ...ones, rounding, 0)
 }
 
 describe('refusals name op, argument, value and rule', () => {
@@ -96,14 +96,14 @@ describe('refusals name op, argument, value and rule', () => {
       'shape',
       'qkv',
       'attention_forward: qkv f32[6, 40] must have (H+2*J)*D = 64 in dimension 1 (H = 4, J = 2, D = 8)',
-      () => native.attention_forward(f32(6, 40), null, 'f32', 3, 4, 2, 8, 1, 0, 1),
+      () => native.attention_forward(f32(6, 40), null, 'f32', null, 3, 4, 2, 8, 1, 0, 1),
     ],
     [
       'rows that are no whole sequences',
       'shape',
       'qkv',
       'attention_forward: qkv f32[7, 64] must have size B*T (T = 3) in dimension 0, which 7 is not',
-      () => native.attention_forward(f32(7, 64), null, 'f32', 3, 4, 2, 8, 1, 0, 1),
+      () => native.attention_forward(f32(7, 64), null, 'f32', null, 3, 4, 2, 8, 1, 0, 1),
     ],
     [
       'the contraction',
@@ -124,7 +124,7 @@ describe('refusals name op, argument, value and rule', () => {
       'format',
       'm',
       `adamw: m f32, v bf16 is not a combination of this op, which has: ${pairs}`,
-      () => native.adamw([f32(2)], null, null, [f32(2)], [f32(2)], [bf16(2)], null, ...ones, 'nearest', 0),
+      () => native.adamw([f32(2)], null, null, [f32(2)], [f32(2)], [bf16(2)], null, null, ...ones, 'nearest', 0),
     ],
     [
       'a format of a result',
@@ -145,14 +145,14 @@ describe('refusals name op, argument, value and rule', () => {
       'shape',
       'g',
       'adamw: g has 1 tensors and must have 2, as p',
-      () => native.adamw([f32(2), f32(3)], null, null, [f32(2)], [f32(2)], [f32(2)], null, ...ones, 'nearest', 0),
+      () => native.adamw([f32(2), f32(3)], null, null, [f32(2)], [f32(2)], [f32(2)], null, null, ...ones, 'nearest', 0),
     ],
     [
       'members of different sizes',
       'shape',
       'g',
       'adamw: g[1] f32[4] must have 3 elements, as p[1] f32[3]',
-      () => native.adamw([f32(2), f32(3)], null, null, [f32(2), f32(4)], [], [], null, ...ones, 'nearest', 0),
+      () => native.adamw([f32(2), f32(3)], null, null, [f32(2), f32(4)], [], [], null, null, ...ones, 'nearest', 0),
     ],
     [
       'what cannot be rounded at random',
@@ -337,7 +337,7 @@ describe('refusals name op, argument, value and rule', () => {
 
   it('J that does not divide H is refused by name', () => {
     const qkv = f32(3, 14)
-    const error = refusal(() => native.attention_forward(qkv, null, 'f32', 3, 3, 2, 2, 0, 0, 1))
+    const error = refusal(() => native.attention_forward(qkv, null, 'f32', null, 3, 3, 2, 2, 0, 0, 1))
     expect([error.message, error.code]).toEqual(['attention_forward: J is 2 and must divide H = 3', 'value'])
   })
 })

@@ -166,7 +166,7 @@ describe.skipIf(!present('cuda'))('cuda', () => {
     const [p, g, zeros] = [constant('f32', 0), constant('bf16', 1), constant('bf16', 0)]
     const [m, v] = [native.convert(zeros, null, 'e4m3/x128'), native.convert(zeros, null, 'e4m3/x128')]
     const numbers = [0.1, 0.9, 0.1, 0.95, 0.05, 1e-8, 0, 0.1, Math.sqrt(0.05), 0] as const
-    native.adamw([p], null, null, [g], [m], [v], null, ...numbers, 'nearest', 0)
+    native.adamw([p], null, null, [g], [m], [v], null, null, ...numbers, 'nearest', 0)
     const norms = native.grad_norm([p], 0).map((handle) => Tensor.own(handle))
     // every element moved by lr, whatever its place
     expect((await (norms[0] as Tensor).item()) / (0.1 * Math.sqrt(n))).toBeCloseTo(1, 5)

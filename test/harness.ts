@@ -267,7 +267,8 @@ async function checkSizes(
     for (const argument of inputs) {
       const format = formats[argument.name] as AnyFormat | null
       const key = `${argument.name} ${format}`
-      const shapes = isList(argument) ? (check.lists ?? []).map((n) => [1, n]) : [shapeOf(argument.dims, sizes)]
+      const own = shapeOf(argument.dims, sizes)
+      const shapes = isList(argument) ? (check.lists ?? []).map((n) => (argument.dims === '*' ? [1, n] : own)) : [own]
       if (format && !known.has(key))
         known.set(key, await Promise.all(shapes.map((shape) => makeInput(argument, format, shape, check, sizes))))
       const values = known.get(key)?.map((input) => input.values) ?? null

@@ -208,6 +208,7 @@ describe('handles', () => {
       [tensor('f32', [4], [0, 0, 0, 0])],
       [tensor('f32', [4], [0, 0, 0, 0])],
       null,
+      null,
       0,
       0,
       1,

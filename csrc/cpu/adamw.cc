@@ -231,6 +231,8 @@ void update_list(const Args& args, const std::vector<Tensor>& v, bool v_floor) {
            {args.p[i], at(args.master, i), at(args.lost, i), args.g[i], args.m[i], at(v, i), v_floor,
             static_cast<int64_t>(i), args.rounding, args.seed});
   }
+  if constexpr (requires { args.amax; })
+    for (size_t i = 0; i < args.amax.size(); ++i) amax(amax_of(args.p[i], args.amax[i]));
 }
 
 }  // namespace

@@ -77,6 +77,7 @@ function forward(given: Given) {
     '|out|': valuesOf(outSize),
     lse: valuesOf(lse, H),
     '|lse|': valuesOf(lseSize),
+    ...amaxOf(out, outSize),
   }
 }
 
@@ -136,6 +137,15 @@ function turnBack({ B, T, H, J, D, table, starts }: Given, [dqkv, sizes]: [Float
   }
 }
 
+/** The largest magnitude, to be held exactly against op amax. */
+function amaxOf(values: Float64Array, sizes: Float64Array) {
+  const most = (list: Float64Array) => largest(list.length, (i) => Math.abs(list[i] as number))
+  return {
+    amax: valuesOf(Float64Array.of(most(values))),
+    '|amax|': valuesOf(Float64Array.of(4000 * most(sizes) + 1e-30)),
+  }
+}
+
 /** From q, k, v and dout alone; `out` and `lse`, where the op is given them, enter through p and delta. */
 function backward(given: Given) {
   const { B, T, H, J, D, dout, scale } = given
@@ -175,13 +185,10 @@ function backward(given: Given) {
       }
     }
   if (given.table as unknown) turnBack(given, [dqkv, sizes])
-  const amax = valuesOf(Float64Array.of(largest(dqkv.length, (i) => Math.abs(dqkv[i] as number))))
-  const most = largest(sizes.length, (i) => sizes[i] as number)
   return {
     dqkv: valuesOf(dqkv, width),
     '|dqkv|': valuesOf(sizes.map((size) => size + 1e-30)),
-    amax,
-    '|amax|': valuesOf(Float64Array.of(1000 * most + 1e-30)), // held exactly against op amax below
+    ...amaxOf(dqkv, sizes),
   }
 }
 
@@ -350,7 +357,8 @@ describe('attention', () => {
       const [x, dy] = [await of((H + 2 * J) * D, qkv), await of(H * D, dout)]
       const documents = starts ? await moved(tensor('i32', [starts.length], starts), device) : null
       const rules = [T, H, J, D, causal, window, one.scale ?? D ** -0.5] as const
-      const [out, lse] = own(native.attention_forward(x, documents, format, ...rules))
+      const [out, lse, most] = own(native.attention_forward(x, documents, format, 'f32', ...rules))
+      expect(await bytesOf(most as Handle)).toEqual(await bytesOf(own(native.amax(out))))
       const dx = own(native.attention_backward(dy, x, documents, out, lse, null, format, null, ...rules)[0])
       // as 8-bit copies keep them
       const copy = await moved(x, device)
@@ -426,7 +434,7 @@ describe('attention', () => {
       const all = lengths ? [...startsOf(lengths), ...startsOf(lengths)] : null
       const starts = all ? await moved(tensor('i32', [all.length], all), device) : null
       const rules = [T, H, J, D, 1, 0, D ** -0.5] as const
-      const [out, lse] = own(native.attention_forward(x, starts, 'bf16', ...rules))
+      const [out, lse] = own(native.attention_forward(x, starts, 'bf16', null, ...rules))
       const [turned, most] = native.attention_backward(dy, x, starts, out, lse, table, 'bf16', 'f32', ...rules)
       own([turned, most as Handle])
       expect(await bytesOf(most as Handle)).toEqual(await bytesOf(own(native.amax(turned))))
@@ -570,7 +578,7 @@ describe('attention', () => {
 
   it('J must divide H, T be at least 1, and window at least 0', () => {
     const x = tensor('f32', [3, 14], new Float32Array(42))
-    expect(() => native.attention_forward(x, null, 'f32', 3, 3, 2, 2, 0, 0, 1)).toThrow(
+    expect(() => native.attention_forward(x, null, 'f32', null, 3, 3, 2, 2, 0, 0, 1)).toThrow(
       'attention_forward: J is 2 and must divide H = 3',
     )
     const cache = tensor('f32', [4, 8], new Float32Array(32))
@@ -584,9 +592,9 @@ describe('attention', () => {
       native.attention_cached(tensor('f32', [3, 12], new Float32Array(36)), cache, 'f32', 2, 2, 2, 0, -1, 1),
     ).toThrow('attention_cached: window is -1 and must be at least 0')
     const none = tensor('f32', [0, 14], [])
-    expect(() => native.attention_forward(none, null, 'f32', 0, 3, 2, 2, 0, 0, 1)).toThrow(/^attention_forward: /)
+    expect(() => native.attention_forward(none, null, 'f32', null, 0, 3, 2, 2, 0, 0, 1)).toThrow(/^attention_forward: /)
     const even = tensor('f32', [3, 8], new Float32Array(24))
-    expect(() => native.attention_forward(even, null, 'f32', 3, 2, 1, 2, 0, -1, 1)).toThrow(
+    expect(() => native.attention_forward(even, null, 'f32', null, 3, 2, 1, 2, 0, -1, 1)).toThrow(
       'attention_forward: window is -1 and must be at least 0',
     )
     // S8: before anything is made

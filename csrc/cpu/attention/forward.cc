@@ -126,6 +126,7 @@ void attend(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float
 
 void attention_forward(const attention_forward_args& args) {
   attend(attention_sizes(args), args.qkv, args.out, args.lse.as<float>());
+  if (args.amax) amax(amax_of(args.out, args.amax));
 }
 
 }  // namespace coat::cpu

@@ -19,6 +19,7 @@ struct Entry {
   PlainOf<Source> source;  // what is updated
   BF16 copy;               // its rounded copy, where it is a master
   PlainOf<Gradient> g;
+  uint32_t* amax;  // null: not wanted
   int64_t n, first_block, index;
 };
 
@@ -66,6 +67,16 @@ struct Pieces {
       return code[k].code;
     else
       return float_of(k % 2 ? word[k / 2] & 0xffff0000u : word[k / 2] << 16);
+  }
+  // Raises `most` to the largest magnitude, word by word: bits of magnitudes order as integers.
+  __device__ void raise(uint32_t& most) const {
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(kPart * sizeof(Code) / 4); ++w) {
+      if constexpr (sizeof(Code) == 4)
+        most = max(most, word[w] & 0x7fffffffu);
+      else
+        most = __vmaxu2(most, word[w] & 0x7fff7fffu);
+    }
   }
   __device__ void encode(const float (&x)[kPart]) {
 #pragma unroll

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
   const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 / 2;
   const int64_t n = entry.n;
   const Folded fold(rule, factor);
-  uint32_t infs = 0;
+  uint32_t most = 0;  // the largest |p| as stored, of bf16 in each half
 
   const auto update = [&](auto whole, int64_t i, Batch<Source, Gradient>& batch, auto&& fetch_next) {
     constexpr bool kWhole = whole.value;
@@ -196,12 +196,20 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
             p[c * E + e] = round_stochastic(p[c * E + e], words[e / 2] >> (e % 2 * 16) & 0xffffu);
         }
       }
+      if constexpr (!kWhole) {  // what does not exist counts for nothing
+#pragma unroll
+        for (int k = 0; k < kPart; ++k)
+          if (k / E * decltype(batch.p)::kStep + k % E >= left) p[k] = 0.f;
+      }
       batch.p.encode(p);
       batch.p.template put<kWhole>(entry.source.codes, i, left);
       if constexpr (Copies) {
         Pieces<BFloat16, E> copy;
         copy.encode(p);
         copy.template put<kWhole>(entry.copy.codes, i, left);
+        copy.raise(most);
+      } else {
+        batch.p.raise(most);
       }
     }
     fetch_next();
@@ -228,7 +236,7 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
       for (int k = 0; k < kPart; ++k) v[k] = AdamW::kept(v[k]);
       const RangeWithMin of_m = range_of(m), of_v = range_of(v);
       range = odd ? of_v : of_m;
-      infs += of_m.infs + of_v.infs;
+      if (of_m.infs + of_v.infs > 0) count_infs(status, of_m.infs + of_v.infs);
       range.infs = 0;
       low = float_of(range.min);
     }
@@ -283,7 +291,10 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
     batch.template fetch<false>(entry, i, n - i);
     update(std::false_type{}, i, batch, [] {});
   }
-  count_infs_of_block(status, infs);
+  if (!entry.amax) return;
+  if constexpr (Copies || sizeof(Source) == 2) most = max(most & 0xffff0000u, most << 16);
+  most = block_max(most);
+  if (threadIdx.x == 0) atomicMax(entry.amax, most);
 }
 
 // The members of the list with these formats, in one launch.
@@ -299,8 +310,8 @@ void run(const adamw_args& args) {
     if (!is_expanded_case(args, i) || !(source.format == PlainOf<Source>::format()) ||
         !(g.format == PlainOf<Gradient>::format()) || n == 0)
       continue;
-    list.push_back({E4M3X128(args.m[i]), E4M3X128(args.v[i]), PlainOf<Source>(source), BF16(p), PlainOf<Gradient>(g), n,
-                    blocks, static_cast<int64_t>(i)});
+    list.push_back({E4M3X128(args.m[i]), E4M3X128(args.v[i]), PlainOf<Source>(source), BF16(p), PlainOf<Gradient>(g),
+                    args.amax.empty() ? nullptr : args.amax[i].as<uint32_t>(), n, blocks, static_cast<int64_t>(i)});
     blocks += (n + kElements - 1) / kElements;
   }
   if (list.empty()) return;

@@ -26,7 +26,27 @@ struct Item {
   Second<V> v;
   Operand p, master, lost, g;
   Scales* scales;  // null where no format needs them
+  uint32_t* amax;  // null: not wanted
   int64_t n, first_block, index;
+};
+
+// The largest |p| as stored of what a block updates, for a parameter of which it is wanted: bits of magnitudes, which
+// order as integers with NaN above Inf, in shared memory, since registers are scarce. All threads of a block begin and
+// end it, with a barrier of the block after the first and another before the second.
+struct Largest {
+  uint32_t* of;  // null: not wanted
+  uint32_t most;
+  __device__ void begin(uint32_t* wanted) {
+    if (threadIdx.x == 0) of = wanted, most = 0;
+  }
+  // All lanes of the warp must call it.
+  __device__ void raise(uint32_t bits) {
+    bits = warp_max(bits);
+    if (threadIdx.x % 32 == 0) atomicMax(&most, bits);
+  }
+  __device__ void end() const {
+    if (threadIdx.x == 0 && of) atomicMax(of, most);
+  }
 };
 
 // What all parameters of a call share.
@@ -148,6 +168,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
   const float g_scale = item.g.kind == Kind::e4m3t ? *reinterpret_cast<const float*>(item.g.side) : 1.f;
   // read where it is needed: registers are scarce
   const auto inverse = [&](bool scaled, int slot) { return scaled ? 1.f / item.scales->fresh[slot] : 1.f; };
+  __shared__ Largest largest;
+  largest.begin(item.amax);
+  __syncthreads();
   uint32_t infs = 0;
 #pragma unroll 1
   for (int turn = threadIdx.x / 32; turn < kUnitsOfBlock; turn += kWarps) {
@@ -217,13 +240,25 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<M, V, Usual>)
       if (scaled_p) see(kept, Scales::kP);
       if (scaled_master) see(p, Scales::kMaster);
       if (shared.measure) return;
+      if (largest.of) {
+        uint32_t most = 0;
+#pragma unroll
+        for (int k = 0; k < E; ++k)
+          if (kWhole || k < left) most = max(most, bits_of(abs_(kept[k])));
+        if (item.p.kind == Kind::bf16) most = bits_of(BFloat16::decode(BFloat16::encode(float_of(most))));
+        largest.raise(most);
+      }
       if (item.master.codes)
         p_part.template put<kWhole>(item.master, inverse(scaled_master, Scales::kMaster), i, left, p);
       if (item.lost.codes) lost_part.template put<kWhole>(item.lost, 1.f, i, left, lost);
       p_part.template put<kWhole>(item.p, inverse(scaled_p, Scales::kP), i, left, kept);
     });
   }
-  if constexpr (!Usual || M::run != 0) count_infs_of_block(status, infs);
+  if constexpr (!Usual || M::run != 0)
+    count_infs_of_block(status, infs);
+  else
+    __syncthreads();
+  largest.end();
 }
 
 // The new scales between the two launches.
@@ -234,18 +269,19 @@ void seal_scales(Scales* list, int count, const float* clip);
 // What an op has of all members of its list, whatever the rule; absent lists are empty.
 struct Call {
   const char* op;
-  const std::vector<Tensor>&p, &master, &lost, &g, &m, &v;
+  const std::vector<Tensor>&p, &master, &lost, &g, &m, &v, &amax;
   Shared shared;
   std::vector<bool> taken;  // members that another kernel has; empty: none
 };
 template <class Args>
-Call call_of(const char* op, const Args& args, const std::vector<Tensor>& v, bool v_floor) {
+Call call_of(const char* op, const Args& args, const std::vector<Tensor>& v, const std::vector<Tensor>& amax,
+             bool v_floor) {
   check_flat("m", args.m);
   check_flat("v", v);
   check_rounding(args.rounding, args.p, args.master, args.lost);
   const float* clip = args.clip ? args.clip.template as<float>() : nullptr;
   const Shared shared{clip, args.seed, args.rounding, v_floor, false};
-  return {op, args.p, args.master, args.lost, args.g, args.m, v, shared, {}};
+  return {op, args.p, args.master, args.lost, args.g, args.m, v, amax, shared, {}};
 }
 
 // Pairs of formats that are worth a kernel of their own for parameters and gradients in f32 or bf16.
@@ -272,7 +308,8 @@ void run_pair(const Rule& rule, const Call& call) {
     if (!(m.format == M::format()) || (v && !(v.format == V::format())) || n == 0) continue;
     if (!call.taken.empty() && call.taken[i]) continue;
     items.push_back({M(m), Second<V>(v), operand_of(p), operand_of(at(call.master, i)), operand_of(at(call.lost, i)),
-                     operand_of(call.g[i]), nullptr, n, blocks, static_cast<int64_t>(i)});
+                     operand_of(call.g[i]), nullptr, at(call.amax, i).template as<uint32_t>(), n, blocks,
+                     static_cast<int64_t>(i)});
     Scales of{};
     const Tensor master = at(call.master, i);
     const Tensor* tensors[] = {&p, &m, &v, &master};

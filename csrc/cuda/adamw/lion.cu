@@ -4,7 +4,7 @@
 namespace coat::cuda {
 
 void lion(const lion_args& args) {
-  generic::run_single(Lion(args), generic::call_of("lion", args, {}, false), generic::SingleViews{});
+  generic::run_single(Lion(args), generic::call_of("lion", args, {}, {}, false), generic::SingleViews{});
 }
 
 }  // namespace coat::cuda

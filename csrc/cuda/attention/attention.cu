@@ -6,8 +6,10 @@
 namespace coat::cuda {
 namespace {
 
-void attend(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
-  if (!attention_forward_tensor(s, qkv, out, lse)) attention_forward_generic(s, qkv, out, lse);
+void attend(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse, const Tensor& largest = {}) {
+  if (attention_forward_tensor(s, qkv, out, lse, largest.as<uint32_t>())) return;
+  attention_forward_generic(s, qkv, out, lse);
+  if (largest) amax(amax_of(out, largest));
 }
 
 // The arguments of backward as the kernels read them: out and lse made again where they are absent.
@@ -39,7 +41,7 @@ class Complete {
 }  // namespace
 
 void attention_forward(const attention_forward_args& args) {
-  attend(attention_sizes(args), args.qkv, args.out, args.lse.as<float>());
+  attend(attention_sizes(args), args.qkv, args.out, args.lse.as<float>(), args.amax);
 }
 
 void attention_backward(const attention_backward_args& given) {

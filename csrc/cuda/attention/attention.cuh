@@ -62,9 +62,11 @@ void attention_forward_generic(const AttentionSizes& s, const Tensor& qkv, const
 void attention_backward_generic(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
                                 const float* lse, const Tensor& dqkv);
 
-// The same on the tensor cores, where they can: false, and nothing done, where they cannot. The backward one also turns
-// the gradients of q and k back by the table of rope, and leaves the largest magnitude; either may be null.
-bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse);
+// The same on the tensor cores, where they can: false, and nothing done, where they cannot. They also leave the largest
+// magnitude of what they make, and the backward one turns the gradients of q and k back by the table of rope; either
+// may be null.
+bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse,
+                              uint32_t* largest);
 bool attention_backward_tensor(const AttentionSizes& s, const Tensor& dout, const Tensor& qkv, const Tensor& out,
                                const float* lse, const float* table, const Tensor& dqkv, uint32_t* largest);
 

@@ -220,6 +220,7 @@ __global__ void __launch_bounds__(384, 1)
           lse[(int64_t{task.sequence} * p.T + q) * p.H + task.head] =
               (softmax.top[down] * p.exponent + log2_near(total)) * kLn2;
       }
+      if (p.largest) leave_largest(p, first, thread, out);
       send_sums<Head>(out, q_at, Own::kTile, out_map, task.sequence, first, task.head, thread, 1 + group);
       if (thread == 0) stores_have_read();
       __syncwarp();  // all lanes have read the task: one of every warp says so
@@ -231,11 +232,11 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 template <int Head>
-void start(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
+void start(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse, uint32_t* largest) {
   using Shape = ForwardShape<Head>;
   constexpr const char* kName = "attention_forward";
   const DocumentEnds ends(kName, s, !s.causal);
-  const AttentionProblem p = problem_of(s, ends.get(), 16 << 20);
+  const AttentionProblem p = problem_of(s, ends.get(), 16 << 20, nullptr, largest);
   const int64_t heads = s.H + 2 * s.J;
   const auto map_of = [&](const Tensor& x, int64_t heads, int lines) {
     return tensor_map_of_heads(kName, x.data, s.B, s.T, heads, s.D, heads * s.D, lines);
@@ -255,14 +256,16 @@ DocumentEnds::DocumentEnds(const char* op, const AttentionSizes& s, bool wanted)
          room_->as<int32_t>());
 }
 
-bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse) {
+bool attention_forward_tensor(const AttentionSizes& s, const Tensor& qkv, const Tensor& out, float* lse,
+                              uint32_t* largest) {
   if (!fits_tensor(s) || qkv.format.dtype != DType::bf16 || out.format.dtype != DType::bf16) return false;
+  if (largest) check(cudaMemsetAsync(largest, 0, sizeof(uint32_t), stream()), "attention_forward");
   if (s.D <= 64)
-    start<64>(s, qkv, out, lse);
+    start<64>(s, qkv, out, lse, largest);
   else if (s.D <= 128)
-    start<128>(s, qkv, out, lse);
+    start<128>(s, qkv, out, lse, largest);
   else
-    start<256>(s, qkv, out, lse);
+    start<256>(s, qkv, out, lse, largest);
   return true;
 }
 

@@ -15,7 +15,7 @@ struct AttentionProblem {
   float scale, exponent;         // exponent = scale * log2 e: scores as exponents of 2
   const int32_t *starts, *ends;  // first and last position of the document of every row [sequences * T], or null
   const float* table;            // of rope, by which gradients of q and k are turned back, or null
-  uint32_t* largest;             // bits of the largest magnitude of a gradient, or null
+  uint32_t* largest;             // bits of the largest magnitude of out, or of a gradient, or null
   int units, chunk, tiles;       // key/value heads of all sequences, those of a chunk of the work, tiles of a sequence
 };
 
@@ -248,7 +248,8 @@ __device__ inline void turn_back(const AttentionProblem& p, int sequence, int fi
   }
 }
 
-// The largest magnitude of such gradients as they are stored. The bits of |x| order as integers, with NaN above Inf.
+// The largest magnitude of 64 rows of out or of a gradient as they are stored. The bits of |x| order as integers, with
+// NaN above Inf.
 template <int Count>
 __device__ inline void leave_largest(const AttentionProblem& p, int first, int thread, const float (&s)[Count]) {
   uint32_t most = 0;
