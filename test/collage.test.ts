@@ -4,24 +4,8 @@ import type { Handle } from '../lib/native.gen.ts'
 import { native } from '../lib/native.ts'
 import type { FloatFormat } from '../lib/tensor.ts'
 import { bytesOf, checkSame, own, read, tensor } from './harness.ts'
+import { type Rule, step, usual } from './steps.ts'
 import { Random } from './values.ts'
-
-interface Rule {
-  lr: number
-  beta1: number
-  beta2: number
-  eps: number
-  decay: number
-}
-const usual: Rule = { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, decay: 0 }
-
-/** One native call at step t on lists. */
-function step(t: number, p: Handle[], g: Handle[], m: Handle[], v: Handle[], rule: Rule): void {
-  const { lr, beta1, beta2, eps, decay } = rule
-  const numbers = [lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay] as const
-  const corrections = [1 - beta1 ** t, Math.sqrt(1 - beta2 ** t)] as const
-  native.adamw(p, null, null, g, m, v, null, ...numbers, ...corrections, 0, 'nearest', 0)
-}
 
 const bits = new DataView(new ArrayBuffer(4))
 /** x as a bf16, to nearest even. */
