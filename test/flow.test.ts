@@ -193,7 +193,8 @@ describe.each(devices)('on %s', (device) => {
     const own = [y, ...x.twins(), ...y.twins()].reduce((total, { bytes }) => total + bytes, 0)
     const kept = tape.ledger().reduce((total, { bytes }) => total + bytes, 0)
     const shared = recipe === recipes.bf16 ? x.bytes : (x.twins()[0]?.bytes ?? 0) // x or its twin, which is kept
-    expect(memory().live.total - before).toBe(own + kept - shared)
+    const numbers = recipe === recipes.bf16 ? 0 : 2 * 4 // the largest magnitude that attention left, and the scale from it
+    expect(memory().live.total - before).toBe(own + kept - shared + numbers)
   })
 
   test.each([
@@ -320,7 +321,7 @@ describe.each(devices)('on %s', (device) => {
 
   test.each([
     ['bf16', 80],
-    ['coat', 180],
+    ['coat', 200], // a first step, which measures the weights
   ] as const)('%s: at most %i calls of native code a layer and step', async (recipe, most) => {
     const callsOf = (layers: number) => {
       using model = new LlamaForCausalLM({ ...smallLlama, num_hidden_layers: layers }, { recipe, seed: 1, device })

@@ -102,6 +102,12 @@ export type Name =
 /** Arguments of an op as the reference sees them: decoded to float64; absent ones are null. */
 export type Given = Record<Letter | Hyper | Scalar | 'std', number> & Record<Name, Values> & Record<List, Values[]>
 
+/** The largest magnitude of each, with room for the rounding of what it is of; scales.test.ts holds it exactly. */
+export function maximaOf(list: readonly Values[]) {
+  const amax = list.map(({ data }) => vector(1, () => data.reduce((most, x) => Math.max(most, Math.abs(x)), 0)))
+  return { amax, '|amax|': amax.map((most) => vector(1, () => 1000 * most(0))) }
+}
+
 /** A model and a text that train in seconds. */
 export const smallLlama = {
   hidden_size: 32,

@@ -3,9 +3,9 @@ import { describe, expect, it } from 'vitest'
 import type { AnyFormat, Handle } from '../../lib/native.gen.ts'
 import { native } from '../../lib/native.ts'
 import type { Block } from '../decode.ts'
-import { bytesOf, checkOp, entryOf, moved, own, read, stored, tensor } from '../harness.ts'
+import { bytesOf, checkOp, entryOf, own, present, read, stored, tensor } from '../harness.ts'
 import { type Extra, type Rule, step, usual } from '../steps.ts'
-import { type Given, Random, vector } from '../values.ts'
+import { type Given, maximaOf, Random, vector } from '../values.ts'
 
 const pairs = entryOf('adamw').only.find(({ names }) => names.includes('m'))?.combinations as [AnyFormat, AnyFormat][]
 const zeros = (format: AnyFormat, n: number) => tensor(format, [1, n], new Float64Array(n))
@@ -71,11 +71,7 @@ describe('adamw', () => {
         lists.p?.push(vector(n, (i) => old(i) - lr * (old(i) * weight_decay + next(i) / under(i))))
         lists['|p|']?.push(vector(n, (i) => Math.abs(old(i)) / 100 + (lr * size(i)) / under(i)))
       })
-      const most = (lists.p ?? []).map(({ data }) =>
-        vector(1, () => data.reduce((top, x) => Math.max(top, Math.abs(x)), 0)),
-      )
-      const room = most.map((x) => vector(1, () => 1000 * x(0))) // held exactly against op amax below
-      return { ...withCopies(lists, master, lost), ...((amax as unknown) !== null && { amax: most, '|amax|': room }) }
+      return { ...withCopies(lists, master, lost), ...((amax as unknown) !== null && maximaOf(lists.p ?? [])) }
     },
   })
 
