@@ -120,8 +120,9 @@ function product(
 
 /** dy w [M, K], with its largest magnitude where that is wanted. */
 function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean): Tensor {
-  const dyq = dy.as(formats.dy).handle
-  showOperands(w, { dy: dy.as(formats.dy) })
+  const quantized = dy.as(formats.dy)
+  showOperands(w, { dy: quantized })
+  const dyq = quantized.handle
   const wanted = withAmax ? 'f32' : null
   if (formats.wAcross) w.adoptPowerOfTwo(formats.wAcross)
   const [handle, amax] = isScaled(formats.dy)
