@@ -71,6 +71,8 @@ export async function handOver(from: Trainer, to: Trainer, change: ChangeValues 
   to.skippedSteps = from.skippedSteps
   to.lastNorm = from.lastNorm
   if (from.guard) to.guard?.restore(from.guard.state())
+  if (from.lossScale) to.lossScale?.restore(from.lossScale.state())
+  if (from.exchange) to.exchange?.restore(from.exchange.state())
 }
 
 type Pair = readonly [Tensor | null, Tensor | null]
@@ -207,9 +209,9 @@ export class Muppet implements Disposable {
   }
 
   /** Whether the next recipe takes over. */
-  async #after({ step, skipped }: StepMetrics): Promise<boolean> {
+  async #after({ step, skipped, lossScale }: StepMetrics): Promise<boolean> {
     const { epoch, window, recipes } = this.options
-    await this.#gradients.settle(!skipped)
+    await this.#gradients.settle(!skipped, lossScale)
     if (skipped || step % (epoch * window) !== 0 || this.level + 1 === recipes.length) return false
     const { count } = this.#gradients
     demand('Muppet', 'phase', 'not called', count > 0, 'among the options of the trainer')

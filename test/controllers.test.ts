@@ -96,7 +96,7 @@ describe('MuPPET', () => {
   describe.each(devices)('on %s', (device) => {
     it
       .skipIf(!present(device))
-      .each<RecipeName>(['fp32', 'coat', 'collage-plus', 'bf16-kahan', 'adamw8bit', 'fp8-lm-o3'])(
+      .each<RecipeName>(['fp32', 'coat', 'collage-plus', 'bf16-kahan', 'adamw8bit', 'fp8-lm-o3', 'mellempudi-e5m2'])(
       '%s: changing to the same recipe, and watching, leaves every loss as it was',
       async (name) => {
         // a threshold below 1 is always passed
@@ -114,6 +114,7 @@ describe('MuPPET', () => {
         const plain = trainerOf(name, {}, device)
         expect(got).toEqual(await losses(plain.run()))
         expect(await stateOf(led.trainer)).toBe(await stateOf(plain))
+        expect(led.trainer.lossScale?.state()).toEqual(plain.lossScale?.state())
         dispose(plain)
       },
     )
