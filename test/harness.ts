@@ -33,17 +33,19 @@ export function present(device: DeviceKind): boolean {
 
 // ---- handles of hand-written tests ----
 
-const owned: Handle[] = []
+const owned = new Set<Handle>()
 
 /** Frees the handle, or the handles, when the test ends. */
 export function own<T extends Handle | readonly (Handle | null)[]>(handles: T): T {
-  owned.push(...[handles as (Handle | null)[]].flat().filter((handle) => handle !== null))
+  for (const handle of [handles as (Handle | null)[]].flat()) if (handle !== null) owned.add(handle)
   return handles
 }
 
 afterEach(() => {
   native.checkGuards()
-  for (const handle of owned.splice(0)) native.free(handle)
+  const handles = [...owned]
+  owned.clear()
+  for (const handle of handles) native.free(handle)
   expect(native.memory().tensors).toBe(0)
   expect(native.memory().live.total).toBe(0)
 })

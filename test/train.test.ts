@@ -140,7 +140,7 @@ describe('a configuration', () => {
     const wrong = (more: object) => problemsOf({ ...small, ...more })
     expect(wrong({ recipe: { base: 'te-delay', dw: 'bf16' } })).toEqual([
       expect.stringMatching(
-        /^recipe is .* changes of one as \{ base, … \}, .*'te-delay' is unknown; the recipes are fp32, /,
+        /^recipe is .* and must be a recipe, or \{ "base": .*\}: 'te-delay' is unknown; the recipes are fp32, /,
       ),
     ])
     expect(wrong({ recipe: { base: 'coat', dv: 'bf16' } })).toEqual([
@@ -190,7 +190,7 @@ describe('what is wrong is said in a line that names it, before there is anythin
     [
       'axes that do not go together',
       { recipe: { base: 'coat', x: 'bf16' } },
-      /: x, w and dy must be all f32, all bf16/,
+      /: x, w and dy must be f32, f32, f32; or bf16, bf16, bf16; or e4m3/,
     ],
     ['an unknown axis', { recipe: { base: 'coat', ww: 'bf16' } }, /: axis 'ww' is unknown; the axes are x, w/],
     ['an unknown base', { recipe: { base: 'cot' } }, /: 'cot' is unknown; the recipes are fp32/],

@@ -11,6 +11,7 @@ constexpr uint32_t kAll = 0xffffffffu;
 constexpr float kLeast = 0x1p-120f, kMost = 0x1p120f;  // beyond, values or their powers may be subnormal or infinite
 constexpr float kLog2Largest = 8.80735492f;            // of 448
 constexpr float kLeastFloor = 1e-13f;                  // beside it, the root of a subnormal does not matter
+constexpr float kLargestRate = 0x1p40f;                // by which the least floor stays normal
 
 __device__ inline float root_near(float x) {
   float y;
@@ -114,7 +115,8 @@ struct Folded {
         root(rule.root / rule.lr),
         floor(rule.floor / rule.lr),
         decay(-rule.lr * rule.weight_decay),
-        safe(rule.floor >= kLeastFloor && rule.lr > kLeast && root < kMost && factor > 1e-12f) {}
+        safe(rule.floor >= kLeastFloor && rule.lr > kLeast && rule.lr < kLargestRate && root < kMost &&
+             factor > 1e-12f) {}
 };
 
 // A lane has 16 elements and 8 lanes a run. Lanes of even number care for m, the others for v, so that what is computed
