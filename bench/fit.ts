@@ -135,8 +135,8 @@ export function batchRows(fits: readonly Fit[], options: FitOptions): Row[] {
 export function modelRows(fits: readonly Fit[], options: FitOptions): Row[] {
   return fits.map(({ recipe, model, batch }) => {
     const { shape, ...fields } = limitedFields({ ...options, model })
-    const { sequence = 0, limit } = shape ?? {}
-    const sizes = { batch: options.batch, sequence, ...(limit === undefined ? {} : { limit }) }
+    const { hidden: _hidden, layers: _layers, ...ways } = shape ?? {}
+    const sizes = { batch: options.batch, ...ways }
     const row = { ...fields, shape: sizes, formats: { model }, kind: 'memory', recipe } as const
     const parameters = batch > 0 ? parametersOf(configOf(sizedFor({ ...options, model }))) : 0
     return makeRow({ ...row, name: 'step/largest_model', metric: 'parameters', unit: 'parameters' }, [parameters])

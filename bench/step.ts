@@ -145,11 +145,13 @@ function randomTokens(sequence: number, vocabulary: number): Dataset {
 
 /** What rows about a model's steps share: the small model's names have none of their own. */
 export function stepFields(options: Omit<StepOptions, 'recipes' | 'steps'>): { program: string; fields: Partial<Row> } {
-  const { device, model, batch, sequence } = options
+  const { device, model, batch, sequence, trainer = {} } = options
   const { hidden_size: hidden, num_hidden_layers: layers } = configOf(options)
+  const flags = Object.entries(trainer).filter(([, value]) => value === true)
+  const ways = Object.fromEntries(flags.map(([name]) => [name, 1])) // graph, optimizerInBackward, …
   return {
     program: model === 'small' ? 'step' : `step/${model}`,
-    fields: { device: device.kind, shape: { hidden, layers, batch, sequence } },
+    fields: { device: device.kind, shape: { hidden, layers, batch, sequence, ...ways } },
   }
 }
 
