@@ -33,19 +33,6 @@ void run_named(const char* name, void (*op)(const Arguments&), const Arguments& 
 #include "ops.def"
 #undef OP
 
-rope_args turn_back_of(const attention_backward_args& args) {
-  rope_args turn;
-  turn.device = args.device;
-  turn.table = args.table;
-  turn.qkv = args.dqkv;
-  turn.starts = args.starts;
-  turn.H = args.H;
-  turn.J = args.J;
-  turn.D = args.D;
-  turn.direction = -1;
-  return turn;
-}
-
 amax_args amax_of(const Tensor& x, const Tensor& y) {
   amax_args measure;
   measure.device = x.device;

@@ -94,8 +94,45 @@ namespace coat {
 #undef ENUM
 #undef ONLY
 
-// What ends an op where it is not part of the kernels: turning the gradients of q and k back, and measuring x into y.
-rope_args turn_back_of(const attention_backward_args& args);
+// What ends an op where it is not part of the kernels: turning q and k, or their gradients back, and measuring x into
+// y.
+template <class Args>
+rope_args turn_of(const Args& args, const Tensor& qkv, int64_t direction) {
+  rope_args turn;
+  turn.device = args.device;
+  turn.table = args.table;
+  turn.qkv = qkv;
+  turn.starts = args.starts;
+  turn.H = args.H;
+  turn.J = args.J;
+  turn.D = args.D;
+  turn.direction = direction;
+  return turn;
+}
 amax_args amax_of(const Tensor& x, const Tensor& y);
+
+// What attention_backward begins with in both backends: its arguments with quantized qkv rounded to bf16, and out and
+// lse made again by attend(arguments) where they are absent. room(bytes) gives memory that outlives them.
+template <class Room, class Convert, class Attend>
+attention_backward_args completed(attention_backward_args args, Room&& room, Convert&& convert, Attend&& attend) {
+  const auto made = [&](const Format& format, const Shape& shape) {
+    Tensor x = args.dout;
+    x.format = format;
+    x.shape = shape;
+    x.data = room(bytes_of(format, shape));
+    return x;
+  };
+  if (args.qkv.format.scaling != Scaling::none) {
+    const Tensor plain = made({DType::bf16, Scaling::none, 0}, args.qkv.shape);
+    convert(args.qkv, plain);
+    args.qkv = plain;
+  }
+  if (!args.lse) {
+    args.out = made(args.qkv.format, args.dout.shape);
+    args.lse = made({DType::f32, Scaling::none, 0}, {1, {args.dout.shape.rows() * args.H}});
+    attend(args);
+  }
+  return args;
+}
 
 }  // namespace coat

@@ -20,6 +20,7 @@ import {
 import { native } from '../lib/native.ts'
 import { eachInFolder } from './folders.ts'
 import { devices, present } from './harness.ts'
+import { Training } from './training.ts'
 import { Random, sentence, smallLlama } from './values.ts'
 
 let folder = ''
@@ -129,25 +130,14 @@ describe.each(devices)('micro-batches as ranks on %s', (device) => {
   afterEach(() => native.checkGuards())
   const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 
-  class Run implements Disposable {
-    readonly model: LlamaForCausalLM
-    readonly trainer: Trainer
+  class Run extends Training {
     constructor(which: RecipeName, options: Partial<TrainerOptions> = {}) {
-      this.model = new LlamaForCausalLM(smallLlama, { recipe: which, seed: 1, device })
+      const model = new LlamaForCausalLM(smallLlama, { recipe: which, seed: 1, device })
       const usual = { data, batch: 2, accumulate: 2, steps: 6, optimizer: { lr: 0.01 } }
-      this.trainer = new Trainer(this.model, { ...usual, ...options })
+      super(model, new Trainer(model, { ...usual, ...options }))
     }
     get mu(): Record<string, number> {
       return this.trainer.exchange?.state() ?? expect.fail()
-    }
-    async losses(): Promise<number[]> {
-      const losses: number[] = []
-      for await (const { loss } of this.trainer.run()) losses.push(loss)
-      return losses
-    }
-    [Symbol.dispose](): void {
-      this.trainer.dispose()
-      this.model.dispose()
     }
   }
 

@@ -1,5 +1,4 @@
 // The factor of the loss in backward: how it follows from overflows, and that training is what it would be without it.
-import { createHash } from 'node:crypto'
 import { describe, expect, it, vi } from 'vitest'
 import {
   type DynamicLossScale,
@@ -19,6 +18,7 @@ import {
 import { native } from '../lib/native.ts'
 import { eachInFolder } from './folders.ts'
 import { devices, present } from './harness.ts'
+import { Training } from './training.ts'
 import { sentence, smallLlama } from './values.ts'
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
@@ -27,12 +27,10 @@ eachInFolder((path) => {
   folder = path
 })
 
-class Run implements Disposable {
-  readonly model: LlamaForCausalLM
-  readonly trainer: Trainer
+class Run extends Training {
   constructor(which: RecipeName | RecipeChange, options: Partial<TrainerOptions> = {}, device: 'cpu' | 'cuda' = 'cpu') {
-    this.model = new LlamaForCausalLM(smallLlama, { recipe: which, seed: 1, device })
-    this.trainer = new Trainer(this.model, { data, batch: 4, steps: 4, optimizer: { lr: 0.01 }, ...options })
+    const model = new LlamaForCausalLM(smallLlama, { recipe: which, seed: 1, device })
+    super(model, new Trainer(model, { data, batch: 4, steps: 4, optimizer: { lr: 0.01 }, ...options }))
   }
   /** Losses, norms and scales of all steps, and a digest of what they made. */
   async all() {
@@ -43,14 +41,6 @@ class Run implements Disposable {
       scales?.push(lossScale ?? 1)
     }
     return { losses, norms, scales, bits: await this.bits() }
-  }
-  async bits(): Promise<string> {
-    const hash = createHash('sha256')
-    for (const param of this.model.parameters()) {
-      const { m, v, master } = this.trainer.optimizer.stateOf(param)
-      for (const tensor of [param.tensor, m, v, master]) if (tensor) hash.update(await tensor.readBytes())
-    }
-    return hash.digest('hex')
   }
   /** Has one parameter's gradient overflow while `when()` says so. */
   spoil(when: () => boolean): void {
@@ -65,10 +55,6 @@ class Run implements Disposable {
       }
       complete.call(param)
     }
-  }
-  [Symbol.dispose](): void {
-    this.trainer.dispose()
-    this.model.dispose()
   }
 }
 

@@ -24,6 +24,7 @@ import {
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { devices, moved, own, present, read, tensor } from './harness.ts'
+import { Training } from './training.ts'
 import { smallLlama as config, Random, sentence } from './values.ts'
 
 const ones = (count: number) => new Array<number>(count).fill(1)
@@ -113,21 +114,10 @@ describe('sharpness', () => {
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 
-class Run implements Disposable {
-  readonly model: LlamaForCausalLM
-  readonly trainer: Trainer
+class Run extends Training {
   constructor(device: DeviceName, recipe: RecipeName, options: Partial<TrainerOptions> = {}) {
-    this.model = new LlamaForCausalLM(config, { recipe, device, seed: 1 })
-    this.trainer = new Trainer(this.model, { data, batch: 4, steps: 6, optimizer: { lr: 0.01 }, ...options })
-  }
-  async losses(): Promise<number[]> {
-    const losses: number[] = []
-    for await (const { loss } of this.trainer.run()) losses.push(loss)
-    return losses
-  }
-  [Symbol.dispose](): void {
-    this.trainer.dispose()
-    this.model.dispose()
+    const model = new LlamaForCausalLM(config, { recipe, device, seed: 1 })
+    super(model, new Trainer(model, { data, batch: 4, steps: 6, optimizer: { lr: 0.01 }, ...options }))
   }
 }
 

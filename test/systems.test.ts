@@ -28,6 +28,7 @@ import {
   type TrainerOptions,
 } from '../lib/index.ts'
 import { type Bytes, native } from '../lib/native.ts'
+import { Training } from './training.ts'
 import { Random, sentence } from './values.ts'
 
 const config = {
@@ -41,21 +42,10 @@ const config = {
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 const rows = Object.keys(recipes) as RecipeName[]
 
-class Run implements Disposable {
-  readonly model: LlamaForCausalLM
-  readonly trainer: Trainer
+class Run extends Training {
   constructor(which: RecipeName | Recipe | RecipeChange, options: Partial<TrainerOptions> = {}, sizes = config) {
-    this.model = new LlamaForCausalLM(sizes, { recipe: which, seed: 1 })
-    this.trainer = new Trainer(this.model, { data, batch: 4, steps: 3, optimizer: { lr: 0.01 }, ...options })
-  }
-  async losses(): Promise<number[]> {
-    const losses: number[] = []
-    for await (const { loss } of this.trainer.run()) losses.push(loss)
-    return losses
-  }
-  [Symbol.dispose](): void {
-    this.trainer.dispose()
-    this.model.dispose()
+    const model = new LlamaForCausalLM(sizes, { recipe: which, seed: 1 })
+    super(model, new Trainer(model, { data, batch: 4, steps: 3, optimizer: { lr: 0.01 }, ...options }))
   }
 }
 

@@ -1,5 +1,4 @@
 // Updates within backward, and gradients that add up over micro-batches.
-import { createHash } from 'node:crypto'
 import { mkdtempSync, rmSync } from 'node:fs'
 import { tmpdir } from 'node:os'
 import { join } from 'node:path'
@@ -23,39 +22,20 @@ import {
 } from '../lib/index.ts'
 import { native } from '../lib/native.ts'
 import { devices, present } from './harness.ts'
+import { Training } from './training.ts'
 import { sentence, smallLlama } from './values.ts'
 
 const data = new TextDataset(sentence.repeat(40), { sequence: 32, seed: 7 })
 const untied = { ...smallLlama, tie_word_embeddings: false }
 const within = { optimizerInBackward: true }
 
-class Run implements Disposable {
-  readonly model: LlamaForCausalLM
-  readonly trainer: Trainer
+class Run extends Training {
   constructor(recipe: Recipe, device: DeviceName, options: Partial<TrainerOptions>, config = smallLlama) {
-    this.model = new LlamaForCausalLM(config, { recipe, seed: 1, device })
-    this.trainer = new Trainer(this.model, { data, batch: 4, steps: 4, optimizer: { lr: 0.01 }, ...options })
-  }
-  async all(): Promise<StepMetrics[]> {
-    const list: StepMetrics[] = []
-    for await (const metrics of this.trainer.run()) list.push(metrics)
-    return list
-  }
-  /** A digest of parameters and states. */
-  async bits(): Promise<string> {
-    const hash = createHash('sha256')
-    for (const param of this.model.parameters()) {
-      const { m, v, master } = this.trainer.optimizer.stateOf(param)
-      for (const tensor of [param.tensor, m, v, master]) if (tensor) hash.update(await tensor.readBytes())
-    }
-    return hash.digest('hex')
+    const model = new LlamaForCausalLM(config, { recipe, seed: 1, device })
+    super(model, new Trainer(model, { data, batch: 4, steps: 4, optimizer: { lr: 0.01 }, ...options }))
   }
   async values(): Promise<Float32Array[]> {
     return Promise.all(this.model.parameters().map(async ({ tensor }) => (await tensor.read()) as Float32Array))
-  }
-  [Symbol.dispose](): void {
-    this.trainer.dispose()
-    this.model.dispose()
   }
 }
 
@@ -77,7 +57,7 @@ describe.each(devices)('on %s', (device) => {
     async (_, recipe, config, more) => {
       using after = new Run(recipe, device, { clip: 0 }, config)
       using during = new Run(recipe, device, { clip: 0, ...within, ...more }, config)
-      const [expected, found] = [await after.all(), await during.all()]
+      const [expected, found] = [await after.steps(), await during.steps()]
       expect(found.map(({ loss }) => loss)).toEqual(expected.map(({ loss }) => loss))
       found.forEach(({ gradNorm }, i) => {
         expect(gradNorm / (expected[i]?.gradNorm as number)).toBeCloseTo(1, 6)
@@ -92,7 +72,7 @@ describe.each(devices)('on %s', (device) => {
   test('random rounding repeats itself, and differs from parameter to parameter', async () => {
     const run = async () => {
       using during = new Run(recipes['coat-bf16'], device, within)
-      const losses = (await during.all()).map(({ loss }) => loss)
+      const losses = (await during.steps()).map(({ loss }) => loss)
       return { losses, bits: await during.bits() }
     }
     expect(await run()).toEqual(await run())
@@ -174,13 +154,13 @@ describe.each(devices)('on %s', (device) => {
     try {
       const optimizer = adamw({ lr: 0.01 })
       using whole = new Run(recipes['coat-bf16'], device, { ...within, optimizer })
-      const losses = (await whole.all()).map(({ loss }) => loss)
+      const losses = (await whole.steps()).map(({ loss }) => loss)
       using first = new Run(recipes['coat-bf16'], device, { ...within, optimizer, checkpoint: { dir, every: 2 } })
       for await (const { step } of first.trainer.run()) if (step === 2) break
       using second = new Run(recipes['coat-bf16'], device, { ...within, optimizer })
       expect((await second.trainer.resume(dir)).step).toBe(2)
       expect(second.trainer.lastNorm).toBeGreaterThan(0)
-      expect((await second.all()).map(({ loss }) => loss)).toEqual(losses.slice(2))
+      expect((await second.steps()).map(({ loss }) => loss)).toEqual(losses.slice(2))
       expect(await second.bits()).toBe(await whole.bits())
       using after = new Run(recipes['coat-bf16'], device, { optimizer })
       await expect(after.trainer.resume(dir)).rejects.toThrow(
@@ -209,7 +189,7 @@ describe.each(devices)('on %s', (device) => {
       const live = memory().live.temp
       const passes = [of(straight), of(turned)]
       vi.restoreAllMocks()
-      await it.all()
+      await it.steps()
       return { passes, live, bits: await it.bits() }
     }
     const [layers, linears] = [2, 4]

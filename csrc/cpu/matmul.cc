@@ -192,9 +192,8 @@ void matmul_nt(const matmul_nt_args& args) { multiply(Form::nt, args); }
 void matmul_nt_rope(const matmul_nt_rope_args& args) {
   constexpr int64_t kRows = 4 * kRowsOfTask;  // whose sums wait to be turned
   check_rotation(args.D, 1);
-  const int64_t M = args.y.shape.rows(), N = args.y.shape.cols(), K = args.a.shape.cols(), T = args.table.shape.rows();
-  const float* table = args.table.as<float>();
-  const int32_t* starts = args.starts.as<int32_t>();
+  const int64_t M = args.y.shape.rows(), N = args.y.shape.cols(), K = args.a.shape.cols();
+  const HeadTurn turn(args);
   const Writer writer(args.y, {});
   std::vector<float> sums(std::min(M, kRows) * N);
   for (int64_t first = 0; first < M; first += kRows) {
@@ -210,8 +209,7 @@ void matmul_nt_rope(const matmul_nt_rope_args& args) {
     parallel(rows, rows_of_chunk(N), [&](int64_t begin, int64_t end) {
       for (int64_t m = first + begin; m < first + end; ++m) {
         float* row = sums.data() + (m - first) * N;
-        const int64_t position = rope_position(m % T, starts ? starts[m] : 0, T);
-        turn_heads(row, args.H + args.J, args.D, table + position * args.D);
+        turn(row, m);
         writer.write(m * N, (m + 1) * N, row);
       }
     });

@@ -6,18 +6,15 @@
 namespace coat::cpu {
 
 void rope(const rope_args& args) {
-  const int64_t rows = args.qkv.shape.rows(), cols = args.qkv.shape.cols(), T = args.table.shape.rows();
+  const int64_t rows = args.qkv.shape.rows(), cols = args.qkv.shape.cols();
   check_rotation(args.D, args.direction);
-  const float* table = args.table.as<float>();
-  const int32_t* starts = args.starts.as<int32_t>();
-  const float sign = static_cast<float>(args.direction);
+  const HeadTurn turn(args, static_cast<float>(args.direction));
   const Writer writer(args.qkv, {});
   parallel(rows, rows_of_chunk(cols), [&](int64_t begin, int64_t end) {
     std::vector<float> row(cols);
     for (int64_t m = begin; m < end; ++m) {
       read_row(args.qkv, m, row.data());
-      const int64_t position = rope_position(m % T, starts ? starts[m] : 0, T);
-      turn_heads(row.data(), args.H + args.J, args.D, table + position * args.D, sign);
+      turn(row.data(), m);
       writer.write(m * cols, (m + 1) * cols, row.data());
     }
   });

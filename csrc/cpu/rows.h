@@ -41,18 +41,36 @@ class Writer {
   std::atomic<int64_t> infs_{0};
 };
 
-// Turns `heads` heads of a row as rope does: pairs (i, i + D/2) by `turn`, D/2 cosines and D/2 sines.
-inline void turn_heads(float* row, int64_t heads, int64_t D, const float* turn, float sign = 1.f) {
-  const int64_t half = D / 2;
-  for (int64_t head = 0; head < heads; ++head) {
-    float *first = row + head * D, *second = first + half;
-    for (int64_t i = 0; i < half; ++i) {
-      const float a = first[i], b = second[i], s = turn[half + i] * sign;
-      first[i] = fma_(a, turn[i], -(b * s));
-      second[i] = fma_(b, turn[i], a * s);
+// What rope does to a row: the pairs (i, i + D/2) of query and key heads by D/2 cosines and D/2 sines of its position.
+class HeadTurn {
+ public:
+  template <class Args>
+  explicit HeadTurn(const Args& args, float sign = 1.f)
+      : table_(args.table.template as<float>()),
+        starts_(args.starts.template as<int32_t>()),
+        T_(args.table.shape.rows()),
+        heads_(args.H + args.J),
+        D_(args.D),
+        sign_(sign) {}
+  void operator()(float* row, int64_t m) const {
+    const int64_t half = D_ / 2;
+    const float* turn = table_ + rope_position(m % T_, starts_ ? starts_[m] : 0, T_) * D_;
+    for (int64_t head = 0; head < heads_; ++head) {
+      float *first = row + head * D_, *second = first + half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = first[i], b = second[i], s = turn[half + i] * sign_;
+        first[i] = fma_(a, turn[i], -(b * s));
+        second[i] = fma_(b, turn[i], a * s);
+      }
     }
   }
-}
+
+ private:
+  const float* table_;
+  const int32_t* starts_;
+  int64_t T_, heads_, D_;
+  float sign_;
+};
 
 // Fills y, seen as [rows, cols] and cut into pieces of at most `piece` elements of a row, with what body(begin, end,
 // out) computes in f32. Runs body twice a piece where a scale has to be measured: cheaper than keeping the f32 values.

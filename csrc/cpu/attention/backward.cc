@@ -1,4 +1,6 @@
 // attention backward: the gradients of q, k and v by blocks of queries and keys.
+#include <list>
+
 #include "attention.h"
 
 namespace coat::cpu {
@@ -135,40 +137,19 @@ void differentiate(const AttentionSizes& s, const Backward& f, const attention_b
   for (int64_t i = 0; i < queries; ++i) encode(args.dqkv, s.q(b, first + i, h), D, f.dq + i * f.row);
 }
 
-// The arguments as the loops read them: quantized qkv rounded to bf16, out and lse made again where they are absent.
-class Complete {
- public:
-  Complete(const attention_backward_args& given, const AttentionSizes& s) : args(given) {
-    if (given.qkv.format.scaling != Scaling::none) {
-      args.qkv = like(given.qkv, BF16::format(), qkv_);
-      convert({Device::cpu, given.qkv, {}, args.qkv});
-    }
-    if (given.lse) return;
-    args.out = like(given.dout, args.qkv.format, out_);
-    args.lse = like({F32::format(), {1, {s.B * s.T * s.H}}}, F32::format(), lse_);
-    attend(s, args.qkv, args.out, args.lse.as<float>());
-  }
-  attention_backward_args args;
-
- private:
-  static Tensor like(const Tensor& x, const Format& format, std::vector<uint8_t>& memory) {
-    Tensor made = x;
-    made.format = format;
-    memory.resize(bytes_of(format, x.shape));
-    made.data = memory.data();
-    return made;
-  }
-  std::vector<uint8_t> qkv_, out_, lse_;
-};
-
 }  // namespace
 
 // A task: one key/value head of one sequence with all its query heads, so that dk and dv have one writer.
 void attention_backward(const attention_backward_args& given) {
   const AttentionSizes s = attention_sizes(given);
   if (given.table) check_rotation(given.D, -1);
-  const Complete complete(given, s);
-  const attention_backward_args& args = complete.args;
+  std::list<std::vector<uint8_t>> rooms;
+  const attention_backward_args args = completed(
+      given, [&](int64_t bytes) { return rooms.emplace_back(bytes).data(); },
+      [](const Tensor& x, const Tensor& y) {
+        convert({Device::cpu, x, {}, y});
+      },
+      [&](const attention_backward_args& made) { attend(s, made.qkv, made.out, made.lse.as<float>()); });
   const float* lse = args.lse.as<float>();
   parallel(s.B * s.J, 1, [&](int64_t task, int64_t) {
     const int64_t b = task / s.J, j = task % s.J;
@@ -190,7 +171,7 @@ void attention_backward(const attention_backward_args& given) {
       encode(args.dqkv, s.v(b, t, j), s.D, f.dv + t * f.row);
     }
   });
-  if (args.table) rope(turn_back_of(args));
+  if (args.table) rope(turn_of(args, args.dqkv, -1));
   if (args.amax) amax(amax_of(args.dqkv, args.amax));
 }
 

@@ -62,13 +62,8 @@ void matmul_nt_rope(const matmul_nt_rope_args& args) {
   call.y.format = F32::format();
   call.y.data = room.as<uint8_t>();
   multiply(call);
-  rope_args turn;
-  turn.table = args.table, turn.qkv = call.y, turn.starts = args.starts;
-  turn.H = args.H, turn.J = args.J, turn.D = args.D, turn.direction = 1;
-  rope(turn);
-  convert_args round;
-  round.x = call.y, round.y = args.y;
-  convert(round);
+  rope(turn_of(args, call.y, 1));
+  convert({Device::cuda, call.y, {}, args.y});
 }
 
 void matmul_nn(const matmul_nn_args& args) { multiply(call_of("matmul_nn", Form::nn, args)); }

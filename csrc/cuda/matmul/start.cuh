@@ -55,8 +55,8 @@ inline constexpr Operands operands_of = sizeof(A) == 2    ? Operands::bf16
                                                           : Operands::fp8;
 
 // Whether there are kernels in which parts of K meet; the sums of others go through memory.
-template <class Y, class Scales>
-inline constexpr bool kPartsMeet = std::is_same_v<Scales, NoScales> && !std::is_same_v<Y, Turned>;
+template <class Scales>
+inline constexpr bool kPartsMeet = std::is_same_v<Scales, NoScales>;
 
 template <int Row, class Use>
 void each_shape(Use&& use) {
@@ -71,7 +71,7 @@ void start_shape(const Start<Y, Scales>& s) {
   each_shape<0>([&]<int Row>() {
     if constexpr (kShapes[Row].step[static_cast<int>(kOperands)] != 0) {
       if (s.plan.shape != Row) return;
-      if constexpr (kShapes[Row].parts_meet && kPartsMeet<Y, Scales>)
+      if constexpr (kShapes[Row].parts_meet && kPartsMeet<Scales> && !std::is_same_v<Y, Turned>)
         if (s.plan.meet) return start<A, B, AlongA, AlongB, ShapeOf<Row, true>>(s);
       start<A, B, AlongA, AlongB, ShapeOf<Row>>(s);
     }
@@ -90,8 +90,8 @@ void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
   const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
-  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>,
-                            kPartsMeet<BF16, Scales>, call.turn.table != nullptr);
+  const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>, kPartsMeet<Scales>,
+                            call.turn.table != nullptr);
   if (plan.splits == 1 || plan.meet) {
     with("y", call.y, list, [&](const auto view) {
       using V = std::remove_const_t<decltype(view)>;
