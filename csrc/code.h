@@ -41,6 +41,16 @@ COAT_HD float sqrt_(float x) {
   return __builtin_sqrtf(x);
 #endif
 }
+// a b, all of it: the compiler adds zeros to the product of widened numbers.
+COAT_HD uint64_t wide_product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t y;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return uint64_t{a} * b;
+#endif
+}
 COAT_HD float abs_(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 COAT_HD float copysign_(float magnitude, float sign) {
   return float_of((bits_of(magnitude) & 0x7fffffffu) | (bits_of(sign) & 0x80000000u));

@@ -285,19 +285,23 @@ struct Sgd {
 };
 
 // Philox 4x32-10: 128 random bits for (seed, counter), the same on every device and after a resume.
+struct RandomKeys {
+  uint32_t word[20];
+  COAT_HD explicit RandomKeys(uint64_t seed) : word{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)} {
+    for (int i = 2; i < 20; ++i) word[i] = word[i - 2] + (i % 2 == 0 ? 0x9E3779B9u : 0xBB67AE85u);
+  }
+};
 struct Random {
   uint32_t word[4];
-  COAT_HD Random(uint64_t seed, uint64_t counter)
+  COAT_HD Random(uint64_t seed, uint64_t counter) : Random(RandomKeys(seed), counter) {}
+  COAT_HD Random(const RandomKeys& keys, uint64_t counter)
       : word{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0} {
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
     for (int round = 0; round < 10; ++round) {
-      const uint64_t a = static_cast<uint64_t>(word[0]) * 0xD2511F53u, b = static_cast<uint64_t>(word[2]) * 0xCD9E8D57u;
-      word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ k0;
+      const uint64_t a = wide_product(word[0], 0xD2511F53u), b = wide_product(word[2], 0xCD9E8D57u);
+      word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ keys.word[2 * round];
       word[1] = static_cast<uint32_t>(b);
-      word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ k1;
+      word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ keys.word[2 * round + 1];
       word[3] = static_cast<uint32_t>(a);
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
     }
   }
   // 16 bits, i < 8
@@ -338,8 +342,9 @@ COAT_HD int64_t rope_position(int64_t t, int64_t start, int64_t T) {
 // Stochastic rounding: one draw of Random serves kDrawn consecutive elements, element e its half e % kDrawn, so that
 // the bits depend on the seed, the member of the list and the element alone.
 constexpr int kDrawn = 8;
-COAT_HD Random rounding_bits(uint64_t seed, int64_t member, int64_t element) {
-  return Random(seed, static_cast<uint64_t>(member) << 40 | static_cast<uint64_t>(element / kDrawn));
+template <class Keys>  // those of a seed, or the seed
+COAT_HD Random rounding_bits(const Keys& keys, int64_t member, int64_t element) {
+  return Random(keys, static_cast<uint64_t>(member) << 40 | static_cast<uint64_t>(element) / kDrawn);
 }
 // x as a bf16, up with the probability of what is cut off; NaN and infinities stay.
 COAT_HD float round_stochastic(float x, uint32_t bits) {

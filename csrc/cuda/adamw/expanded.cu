@@ -7,11 +7,12 @@
 namespace coat::cuda {
 namespace {
 
-constexpr uint32_t kAll = 0xffffffffu;
+constexpr uint32_t kInfBits = 0x7f800000u;
 constexpr float kLeast = 0x1p-120f, kMost = 0x1p120f;  // beyond, values or their powers may be subnormal or infinite
 constexpr float kLog2Largest = 8.80735492f;            // of 448
 constexpr float kLeastFloor = 1e-13f;                  // beside it, the root of a subnormal does not matter
 constexpr float kLargestRate = 0x1p40f;                // by which the least floor stays normal
+constexpr float kLeastGain = 0x1p-40f;                 // a unit of m that neither overflows nor flushes it
 
 __device__ inline float root_near(float x) {
   float y;
@@ -48,25 +49,6 @@ struct Two {
   }
 };
 
-// log2 of the magnitude of code c lies at 256 c + 4 lane: a copy a lane, so that no two lanes meet in a bank, and one
-// permutation of bytes makes the address.
-constexpr int kTable = 128 * 64;
-__device__ inline void fill(float* table) {
-  static_assert(kWarps * 32 == 128);
-  const int lane = threadIdx.x % 32, first = static_cast<int>(threadIdx.x) - lane;
-  const float own = log2_(E4M3::decode(static_cast<uint8_t>(threadIdx.x)));
-  for (int k = 0; k < 32; k += 4) {
-    const float x = __shfl_sync(kAll, own, k + lane / 8);
-    reinterpret_cast<float4*>(table + (first + k + lane / 8) * 64)[lane % 8] = {x, x, x, x};
-  }
-}
-__device__ inline float log_of(uint32_t table, uint32_t word, int k) {
-  float y;
-  const uint32_t at = __byte_perm(word, threadIdx.x % 32 * 4, 0x5504u | static_cast<uint32_t>(k) << 4);
-  asm("ld.shared.f32 %0, [%1];" : "=f"(y) : "r"(table + at));
-  return y;
-}
-
 // Moments as codes, by the unit: of |x|^k 2^shift, with the sign of x.
 template <bool Signed, class Codes>
 __device__ inline void encode(Codes& codes, float k, float shift, const float (&x)[kPart]) {
@@ -96,28 +78,37 @@ __device__ inline void encode_exactly(E4M3X128 view, E4M3X128::Sealed sealed, co
   for (int k = 0; k < kPart; ++k) view.store(k, sealed, x[k]);
 }
 
-// Range over a run, exactly; infinities stay with their lanes.
-__device__ inline RangeWithMin range_of(const float (&x)[kPart]) {
+// Range over a run of what `of` makes of x, exactly; infinities stay with their lanes.
+template <class Of>
+__device__ inline RangeWithMin range_of(const float (&x)[kPart], Of&& of) {
   RangeWithMin range;
-  add_all(range, x);
+#pragma unroll
+  for (int k = 0; k < kPart; ++k) range.add(of(x[k]));
   merge_lanes<kLanes>(range);
   return range;
 }
 
-// The update with its constants folded: m = beta1 m + gain1 g, v = beta2 v + gain2 g g,
+// The update with its constants folded: m = beta1 m + g in units of gain1, v = beta2 v + gain2 g g,
 // p = p + decay p - m / (root sqrt(v) + floor).
 struct Folded {
-  float gain1, gain2, root, floor, decay;
+  float gain1, log2_gain1, beta1, gain2, root, floor, decay;
   bool safe;  // the unit can take it
   __device__ Folded(const AdamW& rule, float factor)
       : gain1(rule.gain1 * factor),
+        log2_gain1(log2_(gain1)),
+        beta1(rule.beta1 / gain1),
         gain2(rule.gain2 * factor * factor),
-        root(rule.root / rule.lr),
-        floor(rule.floor / rule.lr),
+        root(rule.root / (rule.lr * gain1)),
+        floor(rule.floor / (rule.lr * gain1)),
         decay(-rule.lr * rule.weight_decay),
-        safe(rule.floor >= kLeastFloor && rule.lr > kLeast && rule.lr < kLargestRate && root < kMost &&
-             factor > 1e-12f) {}
+        safe(rule.floor >= kLeastFloor && rule.lr > kLeast && rule.lr < kLargestRate && gain1 > kLeastGain &&
+             root < kMost && factor > 1e-12f) {}
 };
+
+// Registers are what limits the warps of a multiprocessor; they stand in two blocks, since each has its own table.
+template <class Source>
+constexpr int kThreadsFor = sizeof(Source) == 2 ? 320 : 256;
+constexpr int kTableBytes = kTable * 4;
 
 // A lane has 16 elements and 8 lanes a run. Lanes of even number care for m, the others for v, so that what is computed
 // once a run (1 / k; the new scale, k and centre, exactly) is computed for four runs and both moments at once; the
@@ -125,45 +116,53 @@ struct Folded {
 // reciprocal, 2 logarithms and 2 powers to encode. Bytes an element: p 8 or 4 (or master 8 and p 2), g 4 or 2, moments
 // 2 each and 24 / 128 for their scales.
 template <class Source, bool Copies, bool Stochastic, class Gradient>
-__global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> ? 5 : 4)
-    adamw_kernel_expanded(const Entry<Source, Gradient>* list, int count, AdamW rule, const float* clip, uint64_t seed,
-                          Status* status) {
+__global__ void __launch_bounds__(kThreadsFor<Source>, 2)
+    adamw_kernel_expanded(const Entry<Source, Gradient>* list, int count, AdamW rule, const float* clip,
+                          const __grid_constant__ RandomKeys keys, Status* status) {
   if (clip && clip[1] != 0.f) return;
   const float factor = clip ? clip[0] : 1.f;
   using Member = Entry<Source, Gradient>;
   constexpr int E = Batch<Source, Gradient>::E;
-  __shared__ alignas(16) float logs[kTable];
+  constexpr int kBlockWarps = kThreadsFor<Source> / 32;
+  constexpr int64_t kStride = kBlockWarps * kBatch, kElements = kRounds * kStride;
+  extern __shared__ __align__(128) uint8_t shared[];         // the table, a stage a warp
   __shared__ alignas(Member) uint8_t bytes[sizeof(Member)];  // its pointers would take too many registers
+  float* logs = reinterpret_cast<float*>(shared);
   Member& entry = *reinterpret_cast<Member*>(bytes);
+  const int warp = threadIdx.x / 32;
+  Stage<Source, Gradient>& stage = reinterpret_cast<Stage<Source, Gradient>*>(shared + kTableBytes)[warp];
   fill(logs);
   {
     const Member found = owner_of(list, count, &Member::first_block, blockIdx.x);
     if (threadIdx.x == 0) entry = found;
   }
   __syncthreads();
-  const auto table = static_cast<uint32_t>(__cvta_generic_to_shared(logs));
+  const uint32_t table = shared_address(logs);
   const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 / 2;
   const int64_t n = entry.n;
   const Folded fold(rule, factor);
   uint32_t most = 0;  // the largest |p| as stored, of bf16 in each half
+  const E4M3X128& mine = entry.moment[threadIdx.x % 2];
 
-  const auto update = [&](auto whole, int64_t i, Batch<Source, Gradient>& batch, auto&& fetch_next) {
+  // Of the batch of which this lane's elements begin at i; after_reading() is called when all of it is in registers.
+  const auto update = [&](auto whole, int64_t i, Batch<Source, Gradient>& batch, const Numbers& own,
+                          auto&& after_reading) {
     constexpr bool kWhole = whole.value;
-    const int64_t left = n - i, run = i / kRun;
-    const E4M3X128& mine = odd ? entry.v : entry.m;
+    const int64_t left = n - i, run = run_of(i);
     const bool exists = kWhole || run * kRun < n;
+    bool in_units = false;  // m is in units of gain1
     float m[kPart], v[kPart];
     {
-      float p[kPart], g[kPart];
-#pragma unroll
-      for (int k = 0; k < kPart; ++k) g[k] = batch.g.decode(k), p[k] = batch.p.decode(k);
+      float p[kPart];
       const int64_t b = exists ? run : 0;
-      const float scale = mine.scale[b], centre = mine.centre[b];
-      const float inverse_k = Inside::inverse(mine.k[b]), shift = log2_normal<Inside>(scale) * inverse_k;
+      const float scale = own.scale;
+      const float inverse_k = Inside::inverse(own.k), shift = log2_normal<Inside>(scale) * inverse_k;
       // log2 of what codes stand for
       const float high = fma_(8.81f, inverse_k, shift), low = fma_(-9.01f, inverse_k, shift);
-      if (__all_sync(kAll, fold.safe && scale > kLeast && scale < kMost && high < 120.f && low > -120.f)) {
-        const Two shifts(shift), inverses(inverse_k), centres(centre * (odd ? rule.beta2 : rule.beta1));
+      const bool within = odd || (high < 60.f && own.centre * fold.beta1 < 0x1p40f);  // m in units of gain1 is finite
+      if (__all_sync(kAll, fold.safe && within && scale > kLeast && scale < kMost && high < 120.f && low > -120.f)) {
+        const Two shifts(shift), inverses(inverse_k), centres(own.centre * (odd ? rule.beta2 : fold.beta1));
+        in_units = true;
 #pragma unroll
         for (int w = 0; w < kPart / 4; ++w) {
           const uint32_t m_word = batch.m.word[w] & 0x7f7f7f7fu, v_word = batch.v.word[w] & 0x7f7f7f7fu;
@@ -173,37 +172,51 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
             const float m_power = exp2_near(fma_(log_of(table, m_word, c), inverses.m, shifts.m));
             const float v_power = exp2_near(fma_(log_of(table, v_word, c), inverses.v, shifts.v));
             const uint32_t sign = batch.m.word[w] << (24 - 8 * c) & 0x80000000u;
-            m[k] = fma_(float_of(bits_of(m_power) | sign), centres.m, g[k] * fold.gain1);
-            v[k] = fma_(v_power, centres.v, g[k] * fold.gain2 * g[k]);
+            const float g = batch.g.decode(k), before = batch.p.decode(k);
+            m[k] = fma_(float_of(bits_of(m_power) | sign), centres.m, g);
+            v[k] = fma_(v_power, centres.v, g * fold.gain2 * g);
             const float inverse = inverse_near(fma_(root_near(v[k]), fold.root, fold.floor));
-            p[k] = fma_(-m[k], inverse, fma_(p[k], fold.decay, p[k]));
+            p[k] = fma_(-m[k], inverse, fma_(before, fold.decay, before));
           }
         }
       } else {
-        decode_exactly(entry.m, b, batch.m, m);
-        decode_exactly(entry.v, b, batch.v, v);
+        decode_exactly(entry.moment[0], b, batch.m, m);
+        decode_exactly(entry.moment[1], b, batch.v, v);
 #pragma unroll
-        for (int k = 0; k < kPart; ++k) rule.update(p[k], g[k] * factor, m[k], v[k]);
-      }
-      if constexpr (Stochastic) {
-#pragma unroll
-        for (int c = 0; c < kPart / E; ++c) {
-          const int64_t at = i + c * decltype(batch.p)::kStep;
-          const Random random = rounding_bits(seed, entry.index, at);
-          const bool second = E < kDrawn && at % kDrawn != 0;  // half of what is drawn is another lane's
-          const uint32_t words[4] = {second ? random.word[2] : random.word[0], second ? random.word[3] : random.word[1],
-                                     random.word[2], random.word[3]};
-#pragma unroll
-          for (int e = 0; e < E; ++e)
-            p[c * E + e] = round_stochastic(p[c * E + e], words[e / 2] >> (e % 2 * 16) & 0xffffu);
+        for (int k = 0; k < kPart; ++k) {
+          p[k] = batch.p.decode(k);
+          rule.update(p[k], batch.g.decode(k) * factor, m[k], v[k]);
         }
       }
-      if constexpr (!kWhole) {  // what does not exist counts for nothing
+      if constexpr (!kWhole) {  // what does not exist counts for nothing, and stays 0 however it is rounded
 #pragma unroll
         for (int k = 0; k < kPart; ++k)
-          if (k / E * decltype(batch.p)::kStep + k % E >= left) p[k] = 0.f;
+          if (batch.p.place(k) >= left) p[k] = 0.f;
       }
-      batch.p.encode(p);
+      if constexpr (Stochastic) {
+        float no_number = 0.f;  // unless all are finite
+#pragma unroll
+        for (int k = 0; k < kPart; ++k) no_number = fma_(p[k], 0.f, no_number);
+        uint32_t words[kPart / 2];
+#pragma unroll
+        for (int c = 0; c < kPart; c += E) {
+          const int64_t at = i + batch.p.place(c);
+          const Random random = rounding_bits(keys, entry.index, at);
+          const bool second = E < kDrawn && at % kDrawn != 0;  // half of what is drawn is another lane's
+#pragma unroll
+          for (int w = 0; w < E / 2; ++w) words[c / 2 + w] = second ? random.word[w % 2 + 2] : random.word[w];
+        }
+        if (no_number != 0.f) {
+#pragma unroll
+          for (int k = 0; k < kPart; ++k) p[k] = round_stochastic(p[k], words[k / 2] >> (k % 2 * 16) & 0xffffu);
+#pragma unroll
+          for (int w = 0; w < kPart / 2; ++w) words[w] = 0;
+        }
+#pragma unroll
+        for (int k = 0; k < kPart; k += 2) batch.p.put_rounded(k, p[k], p[k + 1], words[k / 2]);
+      } else {
+        batch.p.encode(p);
+      }
       batch.p.template put<kWhole>(entry.source.codes, i, left);
       if constexpr (Copies) {
         Pieces<BFloat16, E> copy;
@@ -214,33 +227,37 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
         batch.p.raise(most);
       }
     }
-    fetch_next();
+    after_reading();
 
     // Extremes of the moment that this lane cares for. Zeros, which no range sees, and infinities are rare.
-    float high_m = 0.f, low_m = kInf, high_v = 0.f, low_v = kInf;
+    float high_m = 0.f, low_m = kInf;
+    uint32_t high_v = 0, low_v = kInfBits;  // bits of magnitudes order as they do, NaN above all
 #pragma unroll
-    for (int k = 0; k < kPart; ++k) {
-      high_m = fmaxf(high_m, fabsf(m[k])), low_m = fminf(low_m, fabsf(m[k]));
-      high_v = fmaxf(high_v, v[k]), low_v = fminf(low_v, v[k]);
-    }
-    float high = odd ? high_v : high_m, low = odd ? low_v : low_m;
-    high = fmaxf(high, __shfl_xor_sync(kAll, odd ? high_m : high_v, 1));
-    low = fminf(low, __shfl_xor_sync(kAll, odd ? low_m : low_v, 1));
-#pragma unroll
-    for (int offset = 2; offset < kLanes; offset *= 2) {
-      high = fmaxf(high, __shfl_xor_sync(kAll, high, offset));
-      low = fminf(low, __shfl_xor_sync(kAll, low, offset));
+    for (int k = 0; k < kPart; k += 2) {
+      high_m = fmaxf(fmaxf(high_m, fabsf(m[k])), fabsf(m[k + 1]));
+      low_m = fminf(fminf(low_m, fabsf(m[k])), fabsf(m[k + 1]));
+      high_v = __vimax3_u32(high_v, bits_of(v[k]), bits_of(v[k + 1]));
+      low_v = __vimin3_u32(low_v, bits_of(v[k]), bits_of(v[k + 1]));
     }
     RangeWithMin range;
-    range.max = bits_of(high), range.min = bits_of(low);
-    if (__any_sync(kAll, !(low > 0.f && high < kInf))) {
+    range.max = odd ? high_v : bits_of(high_m), range.min = odd ? low_v : bits_of(low_m);
+    range.max = max(range.max, __shfl_xor_sync(kAll, odd ? bits_of(high_m) : high_v, 1));
+    range.min = min(range.min, __shfl_xor_sync(kAll, odd ? bits_of(low_m) : low_v, 1));
 #pragma unroll
-      for (int k = 0; k < kPart; ++k) v[k] = AdamW::kept(v[k]);
-      const RangeWithMin of_m = range_of(m), of_v = range_of(v);
+    for (int offset = 2; offset < kLanes; offset *= 2) {
+      range.max = max(range.max, __shfl_xor_sync(kAll, range.max, offset));
+      range.min = min(range.min, __shfl_xor_sync(kAll, range.min, offset));
+    }
+    if (__any_sync(kAll, range.min == 0 || range.max >= kInfBits)) {
+      const RangeWithMin of_m = range_of(m, [](float x) { return x; }), of_v = range_of(v, AdamW::kept);
       range = odd ? of_v : of_m;
       if (of_m.infs + of_v.infs > 0) count_infs(status, of_m.infs + of_v.infs);
       range.infs = 0;
-      low = float_of(range.min);
+    }
+    float high = float_of(range.max), low = float_of(range.min);
+    if (!odd && in_units) {
+      high *= fold.gain1, low *= fold.gain1;
+      range.max = bits_of(high), range.min = bits_of(low);
     }
     Pieces<E4M3, E> m_codes, v_codes;
     if (__all_sync(kAll, low > kLeast && high < kMost)) {
@@ -256,42 +273,56 @@ __global__ void __launch_bounds__(kWarps * 32, std::is_same_v<Source, BFloat16> 
       const float scale = E4M3X128::scale_for_top<Inside>(top);
       if (exists && threadIdx.x % kLanes < 2) mine.scale[run] = scale, mine.k[run] = power, mine.centre[run] = middle;
       // |x|^k by the scale is 2^(k (log2 x - log2 max)) times the largest code
-      const Two k(power), shift(fma_(-power, level ? log2_middle : log2_high, kLog2Largest));
+      const float log2_reach = (level ? log2_middle : log2_high) - (!odd && in_units ? fold.log2_gain1 : 0.f);
+      const Two k(power), shift(fma_(-power, log2_reach, kLog2Largest));
       encode<true>(m_codes, k.m, shift.m, m);
       encode<false>(v_codes, k.v, shift.v, v);
     } else {
-      E4M3X128::Sealed own{1.f, 1.f, 0.f};
-      if (exists) own = mine.seal(run, range);  // all lanes that care for it store the same numbers
-      const Two inverse(own.inverse), k(own.k), log2_centre(own.log2_centre);
-      encode_exactly(entry.m, {inverse.m, k.m, log2_centre.m}, m, m_codes);
-      encode_exactly(entry.v, {inverse.v, k.v, log2_centre.v}, v, v_codes);
+      E4M3X128::Sealed sealed{1.f, 1.f, 0.f};
+      if (exists) sealed = mine.seal(run, range);  // all lanes that care for it store the same numbers
+      const Two inverse(sealed.inverse), k(sealed.k), log2_centre(sealed.log2_centre);
+#pragma unroll
+      for (int k = 0; k < kPart; ++k) m[k] = in_units ? m[k] * fold.gain1 : m[k], v[k] = AdamW::kept(v[k]);
+      encode_exactly(entry.moment[0], {inverse.m, k.m, log2_centre.m}, m, m_codes);
+      encode_exactly(entry.moment[1], {inverse.v, k.v, log2_centre.v}, v, v_codes);
     }
-    m_codes.template put<kWhole>(entry.m.codes, i, left);
-    v_codes.template put<kWhole>(entry.v.codes, i, left);
+    m_codes.template put<kWhole>(entry.moment[0].codes, i, left);
+    v_codes.template put<kWhole>(entry.moment[1].codes, i, left);
   };
 
   // first the whole batches of this warp, then perhaps a part of one
-  int64_t i = (blockIdx.x - entry.first_block) * kElements + threadIdx.x / 32 * kBatch;
+  int64_t i = (blockIdx.x - entry.first_block) * kElements + warp * kBatch;
   const int64_t reach = n - i;
   const int rounds =
       reach < kBatch ? 0 : static_cast<int>(reach < kElements ? (reach - kBatch) / kStride + 1 : kRounds);
-  Ahead<Source, Gradient> ahead(entry, i);
-  i += Batch<Source, Gradient>::first();
   Batch<Source, Gradient> batch;
-  // with the registers of fewer blocks, a batch is fetched while the one before it is encoded
-  constexpr bool kEarly = !std::is_same_v<Source, BFloat16>;
-  if (kEarly && rounds > 0) batch.template fetch<true>(entry, i, 0);
+  Numbers own, next;
+  stage.begin(entry, i);
+  i += batch.first();
+  if (rounds > 0) {
+    __syncwarp();
+    stage.load(kBlockWarps);
+    next.fetch(mine, run_of(i));
+  }
 #pragma unroll 1
-  for (int round = 1; round <= rounds; ++round, i += kStride) {
-    ahead.fetch(round < rounds);
-    if constexpr (!kEarly) batch.template fetch<true>(entry, i, 0);
-    update(std::true_type{}, i, batch, [&] {
-      if (kEarly && round < rounds) batch.template fetch<true>(entry, i + kStride, 0);
+  for (int round = 0; round < rounds; ++round, i += kStride) {
+    stage.take(batch, round % 2);
+    own = next;
+    update(std::true_type{}, i, batch, own, [&] {
+      if (round + 1 == rounds) return;
+      __syncwarp();
+      stage.load(kBlockWarps);
+      next.fetch(mine, run_of(i + kStride));
     });
   }
   if (rounds < kRounds && rounds * kStride < reach) {
-    batch.template fetch<false>(entry, i, n - i);
-    update(std::false_type{}, i, batch, [] {});
+    const int64_t left = n - i;
+    batch.m.fetch(entry.moment[0].codes, i, left);
+    batch.v.fetch(entry.moment[1].codes, i, left);
+    batch.g.fetch(entry.g.codes, i, left);
+    batch.p.fetch(entry.source.codes, i, left);
+    own.fetch(mine, run_of(i) * kRun < n ? run_of(i) : 0);  // a lane without elements may care for a run
+    update(std::false_type{}, i, batch, own, [] {});
   }
   if (!entry.amax) return;
   if constexpr (Copies || sizeof(Source) == 2) most = max(most & 0xffff0000u, most << 16);
@@ -304,6 +335,7 @@ template <class Source, bool Copies, bool Stochastic, class Gradient>
 void run(const adamw_args& args) {
   if (args.master.empty() == Copies) return;
   using Member = Entry<Source, Gradient>;
+  constexpr int64_t kElements = kRounds * kBatch * kThreadsFor<Source> / 32;
   std::vector<Member> list;
   int64_t blocks = 0;
   for (size_t i = 0; i < args.p.size(); ++i) {
@@ -312,17 +344,24 @@ void run(const adamw_args& args) {
     if (!is_expanded_case(args, i) || !(source.format == PlainOf<Source>::format()) ||
         !(g.format == PlainOf<Gradient>::format()) || n == 0)
       continue;
-    list.push_back({E4M3X128(args.m[i]), E4M3X128(args.v[i]), PlainOf<Source>(source), BF16(p), PlainOf<Gradient>(g),
-                    args.amax.empty() ? nullptr : args.amax[i].as<uint32_t>(), n, blocks, static_cast<int64_t>(i)});
+    list.push_back({{E4M3X128(args.m[i]), E4M3X128(args.v[i])},
+                    PlainOf<Source>(source),
+                    BF16(p),
+                    PlainOf<Gradient>(g),
+                    args.amax.empty() ? nullptr : args.amax[i].as<uint32_t>(),
+                    n,
+                    blocks,
+                    static_cast<int64_t>(i)});
     blocks += (n + kElements - 1) / kElements;
   }
   if (list.empty()) return;
+  constexpr int kShared = kTableBytes + kThreadsFor<Source> / 32 * sizeof(Stage<Source, Gradient>);
   const int64_t bytes = static_cast<int64_t>(list.size() * sizeof(Member));
   const Scratch table(bytes);
   copy_in(table.as<uint8_t>(), list.data(), bytes);
   launch("adamw", adamw_kernel_expanded<Source, Copies, Stochastic, Gradient>, static_cast<unsigned>(blocks),
-         kWarps * 32, 0, table.as<Member>(), static_cast<int>(list.size()), AdamW(args),
-         args.clip ? args.clip.as<float>() : nullptr, static_cast<uint64_t>(args.seed), args.p[0].status);
+         kThreadsFor<Source>, kShared, table.as<Member>(), static_cast<int>(list.size()), AdamW(args),
+         args.clip ? args.clip.as<float>() : nullptr, RandomKeys(static_cast<uint64_t>(args.seed)), args.p[0].status);
 }
 
 }  // namespace

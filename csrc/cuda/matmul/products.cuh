@@ -20,7 +20,8 @@ struct Call {
     const auto scale = [](const Tensor& x) {
       return x.format.scaling == Scaling::tensor ? x.scales<float>() : nullptr;
     };
-    const auto rows = [](const Tensor& x) { return x.format.run == kWholeRow ? x.scales<float>() : nullptr; };
+    // rows of nothing have no scale
+    const auto rows = [&](const Tensor& x) { return x.format.run == kWholeRow && K > 0 ? x.scales<float>() : nullptr; };
     const bool pairs = N % 2 == 0 && reinterpret_cast<uintptr_t>(y.data) % 8 == 0;
     const bool bias_bf16 = bias.format.dtype == DType::bf16;
     return {M, N, scale(a), scale(b), rows(a), rows(b), bias.data, bias_bf16, pairs, into, amax.as<uint32_t>()};
