@@ -296,7 +296,7 @@ async function measureAt(one: OpCase, copy: number, options: OpBenchOptions, che
   }
 }
 
-/** The median of the best of cuBLASLt's suggestions, which add FP8 with promotion; null where it is not there or refuses. */
+/** The median of the best of cuBLASLt's suggestions, which adds FP8 as the op does; null where it is not there or refuses. */
 function timeOfCublaslt(run: () => Handle[], budget: number): number | null {
   let best: number | null = null
   try {
@@ -323,7 +323,7 @@ function argumentOf(
 ): unknown[] {
   const format = one.formats[name]
   if (mode === 'f32' || mode === 'i64' || mode === 'seed') return [one.sizes[name] ?? one.numbers?.[name]]
-  if (mode === 'word') return [one.words?.[name] ?? words[0]]
+  if (words.length > 0) return [one.words?.[name] ?? words[0]]
   if (mode === 'out' && formats.length === 1) return [] // known, so not asked for
   if (mode === 'out' || mode === 'opt_out') return [format ?? null]
   if (!format) return [null]

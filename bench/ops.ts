@@ -88,6 +88,9 @@ const matmul = (
   },
 })
 
+/** The same with sums that stay in the tensor cores. */
+const unpromoted = (one: OpCase): OpCase => ({ ...one, words: { accumulate: 'fast' } })
+
 const rmsnorm = (x: AnyFormat, y: AnyFormat, given: OpCase['formats'] = {}): OpCase => ({
   op: 'rmsnorm_forward',
   sizes: rows,
@@ -422,6 +425,9 @@ export const opCases: readonly OpCase[] = [
   matmul('matmul_nt_into', square, 'e4m3/g128', 'e4m3/g128', 'f32', ofWeights),
   matmul('matmul_nt_into', square, 'e5m2/t', 'e4m3/t', 'bf16', ofWeights),
   matmul('matmul_nt_into', square, 'e5m2/t', 'e4m3/t', 'f32', ofWeights),
+  unpromoted(matmul('matmul_nt', square, 'e4m3/t', 'e4m3/t', 'bf16', [...forward.slice(0, 1), down])),
+  unpromoted(matmul('matmul_nt', square, 'e4m3/t', 'e4m3/t', 'e4m3/g16', forward.slice(-1))),
+  unpromoted(matmul('matmul_nt', square, 'e5m2/t', 'e4m3/t', 'f32', ofWeights)),
   matmul('matmul_nn_into', square, 'bf16', 'bf16', 'f32', [...forward.slice(0, 1), down]),
   matmul('matmul_tn_into', square, 'bf16', 'bf16', 'bf16', ofWeights),
   matmul('matmul_tn_into', square, 'f32', 'f32', 'f32'),

@@ -113,11 +113,13 @@ class Call {
       : info_(info), addon_(addon), op_(op), positions_(positions), contract_(op) {}
 
   Napi::Value run() {
-    int expected = 0;
+    int expected = 0, left_out = 0;
     for (int position : positions_) expected += position >= 0 ? 1 : 0;
+    for (const Argument& argument : op_.arguments) left_out += argument.mode == Mode::opt_word ? 1 : 0;
     if (op_.is_source()) contract_.set_device(parse_device(text_argument(info_[expected++], "device")));
-    if (static_cast<int>(info_.Length()) != expected)
-      fail("arguments", "", "takes ", expected, " arguments and was given ", info_.Length());
+    const int given = static_cast<int>(info_.Length());
+    if (given > expected || given < expected - left_out)
+      fail("arguments", "", "takes ", expected, " arguments and was given ", given);
     each([&](const Argument& argument, const Napi::Value& value, auto& field) { read_number(argument, value, field); });
     each([&](const Argument& argument, const Napi::Value& value, auto& field) { read_tensor(argument, value, field); });
     contract_.finish();
@@ -175,6 +177,7 @@ class Call {
     field = static_cast<uint64_t>(seed);
   }
   void read_number(const Argument& argument, const Napi::Value& value, int32_t& field) {
+    if (is_optional(argument.mode) && absent(argument, value)) return;
     field = position_of(text_argument(value, argument.name), argument.words, "value", argument.name);
   }
   template <class T>

@@ -79,8 +79,8 @@ struct OpBuilder {
     op.arguments.push_back({mode, name, {}, "", {}, {}});
     return *this;
   }
-  OpBuilder& word(const char* name, const char* words) {
-    op.arguments.push_back({Mode::word, name, {}, "", {}, words_of(words)});
+  OpBuilder& word(Mode mode, const char* name, const char* words) {
+    op.arguments.push_back({mode, name, {}, "", {}, words_of(words)});
     return *this;
   }
   OpBuilder& only(const char* names, const char* words) {
@@ -111,7 +111,8 @@ std::vector<Op> parse() {
 #define F32(name) .number(Mode::f32, #name)
 #define I64(name) .number(Mode::i64, #name)
 #define SEED(name) .number(Mode::seed, #name)
-#define ENUM(name, words) .word(#name, words)
+#define ENUM(name, words) .word(Mode::word, #name, words)
+#define OPT_ENUM(name, words) .word(Mode::opt_word, #name, words)
 #define ONLY(names, words) .only(names, words)
 #define OP(family, name, doc, ...)              \
   ops.push_back((OpBuilder {                    \
@@ -322,6 +323,12 @@ void check_flat(const char* argument, const std::vector<Tensor>& states) {
   for (const Tensor& t : states)
     if (t.format.scaling == Scaling::run && t.shape.rows() != 1)
       fail("shape", argument, argument, " ", text_of(t), " must have the shape [1, ", t.shape.numel(), "]");
+}
+
+void check_accumulate(int32_t accumulate, const Tensor& a) {
+  if (accumulate == kFast && a.format.scaling != Scaling::tensor)
+    fail("value", "accumulate", "accumulate is fast and must be split where a is ", text_of(a),
+         ": only sums of operands with one scale stay in the tensor cores");
 }
 
 void check_rounding(int32_t rounding, const std::vector<Tensor>& p, const std::vector<Tensor>& master,

@@ -21,15 +21,17 @@ enum class Mode : uint8_t {
   f32,
   i64,
   seed,
-  word
+  word,
+  opt_word
 };
 inline constexpr const char* kModes[] = {"in",         "opt_in",      "inout",          "out", "opt_out", "list_in",
                                          "list_inout", "opt_list_in", "opt_list_inout", "f32", "i64",     "seed",
-                                         "word"};
+                                         "word",       "opt_word"};
 inline bool is_list(Mode mode) { return mode >= Mode::list_in && mode <= Mode::opt_list_inout; }
 inline bool is_output(Mode mode) { return mode == Mode::out || mode == Mode::opt_out; }
 inline bool is_optional(Mode mode) {
-  return mode == Mode::opt_in || mode == Mode::opt_out || mode == Mode::opt_list_in || mode == Mode::opt_list_inout;
+  return mode == Mode::opt_in || mode == Mode::opt_out || mode == Mode::opt_list_in || mode == Mode::opt_list_inout ||
+         mode == Mode::opt_word;
 }
 inline bool is_number(Mode mode) { return mode >= Mode::f32; }
 inline bool is_changed(Mode mode) {
@@ -142,6 +144,9 @@ void check_rotation(int64_t D, int64_t direction);
 void check_slice(const char* argument, int64_t first, int64_t count, int64_t size);
 // The runs of optimizer states go on over the ends of rows: their formats need the shape [1, n].
 void check_flat(const char* argument, const std::vector<Tensor>& states);
+// Where FP8 products are summed: the positions of the words of `accumulate`; fast needs operands with a scale a tensor.
+enum Accumulate : int32_t { kSplit, kFast };
+void check_accumulate(int32_t accumulate, const Tensor& a);
 // How an optimizer rounds its parameters: the positions of the words of `rounding`.
 enum Rounding : int32_t { kNearest, kStochastic, kKahan };
 void check_rounding(int32_t rounding, const std::vector<Tensor>& p, const std::vector<Tensor>& master,

@@ -24,7 +24,7 @@ std::string signature(const Op& op) {
   for (const auto& argument : op.arguments) {
     if (!is_number(argument.mode)) shapes += (shapes.empty() ? "" : ", ") + shape_text(argument);
     std::string type;
-    if (argument.mode == Mode::word)
+    if (!argument.words.empty())
       for (const auto& word : argument.words) type += (type.empty() ? "'" : " | '") + word + "'";
     else if (is_number(argument.mode))
       type = "number";
@@ -34,8 +34,10 @@ std::string signature(const Op& op) {
       type = argument.formats.size() > 1 || is_optional(argument.mode) ? format_type(argument.formats) : "";
     else
       type = "Handle";
-    if (is_optional(argument.mode)) type += " | null";
-    if (!type.empty()) parameters += (parameters.empty() ? "" : ", ") + argument.name + ": " + type;
+    const bool left_out = argument.mode == Mode::opt_word;
+    if (is_optional(argument.mode) && !left_out) type += " | null";
+    if (!type.empty())
+      parameters += (parameters.empty() ? "" : ", ") + argument.name + (left_out ? "?: " : ": ") + type;
     if (is_output(argument.mode)) {
       results +=
           (results.empty() ? "" : ", ") + argument.name + ": Handle" + (is_optional(argument.mode) ? " | null" : "");

@@ -21,6 +21,7 @@ namespace coat {
 #define I64(name) int64_t name = 0;
 #define SEED(name) uint64_t name = 0;
 #define ENUM(name, words) int32_t name = 0;
+#define OPT_ENUM(name, words) int32_t name = 0;
 #define ONLY(names, words)
 #define OP(family, name, doc, ...) \
   struct name##_args {             \
@@ -55,6 +56,7 @@ namespace coat {
 #undef I64
 #undef SEED
 #undef ENUM
+#undef OPT_ENUM
 
 // 3. visit(args, f): f(name, value) for every argument in order.
 #define IN(name, formats, dims) f(#name, args.name);
@@ -71,6 +73,7 @@ namespace coat {
 #define I64(name) f(#name, args.name);
 #define SEED(name) f(#name, args.name);
 #define ENUM(name, words) f(#name, args.name);
+#define OPT_ENUM(name, words) f(#name, args.name);
 #define OP(family, name, doc, ...)       \
   template <class F>                     \
   void visit(name##_args& args, F&& f) { \
@@ -92,6 +95,7 @@ namespace coat {
 #undef I64
 #undef SEED
 #undef ENUM
+#undef OPT_ENUM
 #undef ONLY
 
 // What ends an op where it is not part of the kernels: turning q and k, or their gradients back, and measuring x into

@@ -31,7 +31,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   w: ['f32', 'bf16', 'e4m3/t', 'e4m3/r', 'e4m3/b128', 'e4m3/b128p2'],
   dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/r', 'e4m3/g128', 'e4m3/g128p2'],
   dwFrom: ['operands', 'stream'],
-  accumulate: ['split'],
+  accumulate: ['split', 'fast', 'fast-forward'],
   scale: ['current'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
@@ -55,11 +55,6 @@ const operands = [
   ['e4m3/g128p2', 'e4m3/b128p2', 'e4m3/g128p2'],
 ]
 
-// Why an axis has no more values.
-const reasons: { readonly [Name in Axis]?: string } = {
-  accumulate: ': no kernel leaves sums of all of K to the tensor cores, where 14 bits are kept of them',
-}
-
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
     text: `x, w and dy must be ${operands.map((row) => row.join(', ')).join('; or ')}`,
@@ -71,6 +66,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
   },
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || x === 'e4m3/t' },
+  {
+    text: "accumulate other than 'split' needs x 'e4m3/t', as only sums of operands with one scale stay in the tensor cores",
+    holds: ({ accumulate, x }) => accumulate === 'split' || x === 'e4m3/t',
+  },
   {
     text: "a delayed scale needs x 'e4m3/t' and param 'f32' or 'bf16'",
     holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
@@ -150,7 +149,7 @@ function checked(which: Recipe, where = ''): Recipe {
     const value = which[axis as Axis]
     if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
       refuse(
-        `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}${reasons[axis as Axis] ?? ''}`,
+        `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`,
         `${where}${axis}`,
       )
   }

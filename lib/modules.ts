@@ -303,9 +303,10 @@ export function linearFormats(
   recipe: Recipe,
   options: { plain?: boolean; result?: ops.LinearFormats['y'] },
 ): ops.LinearFormats {
-  const { stream, x, w, dy, dwFrom } = recipe
+  const { stream, x, w, dy, dwFrom, accumulate } = recipe
   const exact = dwFrom === 'stream' && isScaled(x) ? ({ wAcross: 'e4m3/t', dwFrom: stream } as const) : {}
-  const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x, w, dy, ...exact }
+  const sums = accumulate === 'split' ? {} : { accumulate }
+  const operands = options.plain ? { x: stream, w: stream, dy: stream } : { x, w, dy, ...exact, ...sums }
   return { ...operands, y: options.result ?? stream, dx: stream, dw: gradientOf(recipe) }
 }
 

@@ -73,6 +73,7 @@ export interface OpArgument {
     | 'i64'
     | 'seed'
     | 'word'
+    | 'opt_word'
   name: string
   formats: AnyFormat[]
   dims: string

@@ -25,6 +25,8 @@ export interface LinearFormats {
   wAcross?: 'e4m3/t'
   /** Operands x and dy of dw where they are not in the formats of x and dy. */
   dwFrom?: Plain
+  /** Where operands `/t` are summed with 14 bits: in all three products, or in y alone (default: nowhere). */
+  accumulate?: 'fast' | 'fast-forward'
   /** Result y [M, N]. */
   y: Plain | 'e4m3/g16'
   /** Result dx [M, K]. */
@@ -46,6 +48,10 @@ export interface LinearScales {
 function hasRuns(format: FloatFormat): boolean {
   return isScaled(format) && !format.endsWith('/t')
 }
+
+// How the native product y is summed, and those of its gradients.
+const ofForward = ({ accumulate }: LinearFormats) => (accumulate ? 'fast' : 'split')
+const ofBackward = ({ accumulate }: LinearFormats) => (accumulate === 'fast' ? 'fast' : 'split')
 
 /** y = x wᵀ + b: x [M, K], w [N, K], b [N] → [M, N]. FP8 operands where the formats say so. */
 export function linear(
@@ -110,8 +116,9 @@ function product(
         turn.heads,
         turn.kvHeads,
         turn.headDim,
+        ofForward(formats),
       )
-    : native.matmul_nt(xq.handle, wq.handle, bias, formats.y, null)[0]
+    : native.matmul_nt(xq.handle, wq.handle, bias, formats.y, null, ofForward(formats))[0]
   const y = Tensor.own(handle, formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
@@ -125,8 +132,9 @@ function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: 
   const dyq = quantized.handle
   const wanted = withAmax ? 'f32' : null
   if (formats.wAcross) w.adoptPowerOfTwo(formats.wAcross)
+  const turned = () => w.as(formats.wAcross ?? formats.w, { transposed: true }).handle
   const [handle, amax] = isScaled(formats.dy)
-    ? native.matmul_nt(dyq, w.as(formats.wAcross ?? formats.w, { transposed: true }).handle, null, formats.dx, wanted)
+    ? native.matmul_nt(dyq, turned(), null, formats.dx, wanted, ofBackward(formats))
     : native.matmul_nn(dyq, w.as(formats.w).handle, formats.dx, wanted)
   const dx = Tensor.own(handle, formats.dx)
   if (amax !== null) dx.adoptAmax(amax)
@@ -144,12 +152,12 @@ function weightGradient(dy: Tensor, x: Tensor, w: Tensor, formats: LinearFormats
   const left = dy.as(operand, { transposed: scaled }).handle
   const held = w.sink?.held
   if (held) {
-    const add = scaled ? native.matmul_nt_into : native.matmul_tn_into
-    add(held.handle, left, x.handle)
+    if (scaled) native.matmul_nt_into(held.handle, left, x.handle, ofBackward(formats))
+    else native.matmul_tn_into(held.handle, left, x.handle)
     return null
   }
   const [dw] = scaled
-    ? native.matmul_nt(left, x.handle, null, formats.dw, null)
+    ? native.matmul_nt(left, x.handle, null, formats.dw, null, ofBackward(formats))
     : native.matmul_tn(left, x.handle, formats.dw, null)
   return Tensor.own(dw, formats.dw)
 }

@@ -65,8 +65,11 @@ export interface Recipe {
    * has one scale, a power of two, in the gradient of the input, as torchao's recipe rowwise_with_gw_hp.
    */
   dwFrom: 'operands' | 'stream'
-  /** How FP8 products are summed: in FP32 from every 128 of K on. */
-  accumulate: 'split'
+  /**
+   * Where FP8 products are summed: in FP32 from every 128 of K on (`split`); or, with 14 bits, in the tensor cores for all of K
+   * (`fast`, as the published code of COAT), in the product of forward alone (`fast-forward`, as Transformer Engine and torchao).
+   */
+  accumulate: 'split' | 'fast' | 'fast-forward'
   /** How a per-tensor scale is chosen: `current` measures every tensor; else it follows from the last steps. */
   scale: 'current' | DelayedScaling
   /** What nonlinear ops keep of their inputs for backward; with the stream's format they read it, too, whatever the flow. */

@@ -56,7 +56,6 @@ it.each<[unknown, RegExp]>([
     { ...recipes['te-block'], scale: recipes['te-delayed'].scale },
     /a delayed scale needs x 'e4m3\/t' .* scale \{"hist/,
   ],
-  [{ ...recipes.coat, accumulate: 'fast' }, /accumulate is 'fast' and must be one of 'split': no kernel leaves/],
   [{ ...recipes.coat, dwFrom: 'stream' }, /dwFrom 'stream' needs x 'e4m3\/r' or plain, and param/],
   [{ ...recipes['ao-rowwise-gw-hp'], param: 'f16/t' }, /dwFrom 'stream' needs .* param 'f32' or 'bf16'/],
   [{ ...recipes['te-block'], saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],

@@ -214,4 +214,46 @@ inline __attribute__((always_inline)) void add(const Tile& t, float* c, int64_t 
   }
 }
 
+// ---- the tile, with sums of 14 bits ----
+
+constexpr int kTogether = 32;  // of K
+
+// sum + the sum over k < steps, at most kTogether, of a[k * kTileRows] * b[k * kTileCols + c] of FP8 factors, as the
+// tensor cores of Hopper add them: products and sum lose what lies below the 14th bit of the largest of them, and the
+// result what lies below its own (DeepSeek-V3, arXiv 2412.19437, section 3.5.2). The rest is exact: in units of the
+// last bit that is kept all numbers are integers below 2^21. Where one is infinite or NaN, so is the sum.
+inline __m256 add_with_14_bits(__m256 sum, int64_t steps, const float* a, const float* b) {
+  const auto bits = [](uint32_t u) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int32_t>(u))); };
+  const auto product = [&](int64_t k) {
+    return _mm256_mul_ps(_mm256_broadcast_ss(a + k * kTileRows), _mm256_loadu_ps(b + k * kTileCols));
+  };
+  const __m256 infinity = bits(0x7f800000u);  // all bits of the exponent, too
+  // the power of two below the largest; products of FP8 codes are at least 2^-25
+  __m256 power = _mm256_max_ps(_mm256_set1_ps(0x1p-60f), _mm256_and_ps(sum, infinity));
+  for (int64_t k = 0; k < steps; ++k) power = _mm256_max_ps(power, _mm256_and_ps(product(k), infinity));
+  const __m256 special = _mm256_cmp_ps(power, infinity, _CMP_EQ_OQ);
+  const __m256 units = _mm256_div_ps(_mm256_set1_ps(0x1p13f), power);
+  const auto whole = [&](__m256 x) {
+    return _mm256_round_ps(_mm256_mul_ps(x, units), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  };
+  __m256 total = whole(sum);
+  for (int64_t k = 0; k < steps; ++k) total = _mm256_add_ps(total, whole(product(k)));
+  total = _mm256_and_ps(_mm256_div_ps(total, units), bits(0xfffffc00u));
+  if (_mm256_movemask_ps(special) == 0) return total;
+  for (int64_t k = 0; k < steps; ++k) sum = _mm256_add_ps(sum, product(k));
+  return _mm256_blendv_ps(total, sum, special);
+}
+
+// The same for c of a tile: products of `steps` of K, a panel and a strip, kTogether at a time.
+inline void add_with_14_bits(int64_t steps, const float* a, const float* b, float* c) {
+  for (int64_t k = 0; k < steps; k += kTogether)
+    for (int r = 0; r < kTileRows; ++r)
+      for (int half = 0; half < kTileCols; half += 8) {
+        float* sums = c + r * kTileCols + half;
+        const __m256 sum = add_with_14_bits(_mm256_loadu_ps(sums), std::min<int64_t>(steps - k, kTogether),
+                                            a + k * kTileRows + r, b + k * kTileCols + half);
+        _mm256_storeu_ps(sums, sum);
+      }
+}
+
 }  // namespace coat::cpu

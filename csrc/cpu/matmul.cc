@@ -25,6 +25,7 @@ struct Product {
   Tensor y;
   float scale = 1.f;
   bool into = false;                      // the product is added to what y holds
+  bool short_sums = false;                // of 14 bits, as where all of K stays in the tensor cores
   std::atomic<uint32_t>* amax = nullptr;  // the bits of the largest |y|
   const float* bias = nullptr;
 };
@@ -79,13 +80,13 @@ void finish(const Product& p, const float* sums, int64_t m, int64_t n) {
 
 using Finish = void (*)(const Product&, const float*, int64_t, int64_t);
 
-// K in `count` equal blocks, a multiple of 8 each but for the last.
+// K in `count` equal blocks, a multiple of `unit` each but for the last.
 struct Depth {
   int64_t block = 0, count = 0;
-  explicit Depth(int64_t K) {
+  Depth(int64_t K, int64_t unit) {
     if (K == 0) return;
     const int64_t least = (K + kDepth - 1) / kDepth;
-    block = round_up((K + least - 1) / least, 8);
+    block = round_up((K + least - 1) / least, unit);
     count = (K + block - 1) / block;
   }
 };
@@ -110,11 +111,16 @@ void make_block(const Product& p, const Depth& depth, const float* packed, int64
     float* c = sums;
     for (int64_t n = n0; n < n1; n += kTileCols, b += kTileCols * steps)
       for (int64_t i = 0; i < panels; ++i) {
-        const Tile t = product<1, kTileRows>(steps, a + i * panel, b, kTileCols);
-        if (d == 0)
-          put(t, c, kTileCols);
-        else
-          add(t, c, kTileCols);
+        if (p.short_sums) {
+          if (d == 0) std::fill(c, c + kTile, 0.f);
+          add_with_14_bits(steps, a + i * panel, b, c);
+        } else {
+          const Tile t = product<1, kTileRows>(steps, a + i * panel, b, kTileCols);
+          if (d == 0)
+            put(t, c, kTileCols);
+          else
+            add(t, c, kTileCols);
+        }
         if (d + 1 == depth.count) finish(p, c, m0 + i * kTileRows, n);
         if (depth.count > 1) c += kTile;
       }
@@ -133,7 +139,7 @@ void make(const Product& p, const Tensor& bias) {
   Finish finish = nullptr;
   with("y", p.y, Views<F32, BF16, E4M3G16>{}, [&](auto y) { finish = coat::cpu::finish<decltype(y)>; });
 
-  const Depth depth(p.K);
+  const Depth depth(p.K, p.short_sums ? kTogether : 8);
   const int64_t most =
       round_up(std::max<int64_t>(kPackedFloats / std::max<int64_t>(p.K, 1), kColsOfTask / 2), kTileCols);
   for (int64_t first = 0; first < p.N; first += most) {
@@ -173,6 +179,10 @@ void multiply(Form form, const Args& args) {
   p.scale = scale_of(args.a) * scale_of(args.b);
   Tensor bias;
   if constexpr (requires { args.bias; }) bias = args.bias;
+  if constexpr (requires { args.accumulate; }) {
+    check_accumulate(args.accumulate, args.a);
+    p.short_sums = args.accumulate == kFast;
+  }
   if constexpr (requires { args.amax; }) {
     if (args.amax) p.amax = &most;
     make(p, bias);
@@ -192,6 +202,7 @@ void matmul_nt(const matmul_nt_args& args) { multiply(Form::nt, args); }
 void matmul_nt_rope(const matmul_nt_rope_args& args) {
   constexpr int64_t kRows = 4 * kRowsOfTask;  // whose sums wait to be turned
   check_rotation(args.D, 1);
+  check_accumulate(args.accumulate, args.a);
   const int64_t M = args.y.shape.rows(), N = args.y.shape.cols(), K = args.a.shape.cols();
   const HeadTurn turn(args);
   const Writer writer(args.y, {});
@@ -205,6 +216,7 @@ void matmul_nt_rope(const matmul_nt_rope_args& args) {
     y.data = reinterpret_cast<uint8_t*>(sums.data());
     Product p{{a, false, 0, K}, {args.b, false, 0, K}, rows, N, K, y};
     p.scale = scale_of(args.a) * scale_of(args.b);
+    p.short_sums = args.accumulate == kFast;
     make(p, args.bias);
     parallel(rows, rows_of_chunk(N), [&](int64_t begin, int64_t end) {
       for (int64_t m = first + begin; m < first + end; ++m) {

@@ -11,6 +11,7 @@ namespace {
 constexpr int kCompute32F = 68;                // cublasComputeType_t
 constexpr int kTransA = 3, kTransB = 4;        // cublasLtMatmulDescAttributes_t
 constexpr int kScaleOfA = 17, kScaleOfB = 18;  // pointers to f32 on the device
+constexpr int kFewBits = 25;                   // an int8_t: FP8 sums stay in the tensor cores
 constexpr int kMostWorkspace = 1;              // cublasLtMatmulPreferenceAttributes_t
 constexpr uint64_t kWorkspace = uint64_t{64} << 20;
 constexpr int kSuggestions = 4;
@@ -91,13 +92,14 @@ struct Prepared {
   Form form{};
   int types[3]{};  // of a, b, y
   int64_t M = -1, N = 0, K = 0;
+  bool promotes = true;
   void *description = nullptr, *layouts[3]{};
   Suggestion suggestions[kSuggestions];
   int found = 0;
 
   bool fits(const Call& c) const {
-    return form == c.form && M == c.M && N == c.N && K == c.K && types[0] == type_of(c.a) && types[1] == type_of(c.b) &&
-           types[2] == type_of(c.y);
+    return form == c.form && promotes == c.promotes && M == c.M && N == c.N && K == c.K && types[0] == type_of(c.a) &&
+           types[1] == type_of(c.b) && types[2] == type_of(c.y);
   }
   void prepare(const Call& c) {
     const Library& lib = library();
@@ -110,6 +112,8 @@ struct Prepared {
     require(lib.description_create(&description, kCompute32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
     require(lib.description_set(description, kTransA, &first, sizeof first), "cublasLtMatmulDescSetAttribute");
     require(lib.description_set(description, kTransB, &second, sizeof second), "cublasLtMatmulDescSetAttribute");
+    if (const int8_t few = 1; !c.promotes)
+      require(lib.description_set(description, kFewBits, &few, sizeof few), "cublasLtMatmulDescSetAttribute");
     const Tensor* tensors[3] = {&c.b, &c.a, &c.y};
     for (int i = 0; i < 3; ++i) {
       const int64_t* dims = tensors[i]->shape.dims;
@@ -125,7 +129,7 @@ struct Prepared {
                                    kSuggestions, suggestions, &found);
     lib.preference_destroy(preference);
     require(status, "cublasLtMatmulAlgoGetHeuristic");
-    form = c.form, M = c.M, N = c.N, K = c.K;
+    form = c.form, promotes = c.promotes, M = c.M, N = c.N, K = c.K;
     types[0] = type_of(c.a), types[1] = type_of(c.b), types[2] = type_of(c.y);
   }
   void set_scales(const Call& c) const {

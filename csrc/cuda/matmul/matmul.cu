@@ -10,6 +10,7 @@ void multiply(const Call& call) {
   if (call.amax) check(cudaMemsetAsync(call.amax.data, 0, sizeof(uint32_t), stream()), call.name);
   if (call.into && call.K == 0) return;
   if (call.M == 0 || call.N == 0 || (!call.turn.table && multiply_by_cublaslt(call))) return;
+  if (!call.promotes) return multiply_unpromoted(call);
   switch (call.a.format.dtype) {
     case DType::f32:
       return multiply_f32(call);
@@ -29,6 +30,10 @@ Call call_of(const char* name, Form form, const Args& args) {
   constexpr bool into = !requires { args.amax; };
   Call call{name, form, args.a, args.b, {}, args.y, {}, into};
   if constexpr (requires { args.bias; }) call.bias = args.bias;
+  if constexpr (requires { args.accumulate; }) {
+    check_accumulate(args.accumulate, args.a);
+    call.promotes = args.accumulate == kSplit;
+  }
   if constexpr (!into) {
     call.amax = args.amax;
   } else {
@@ -48,11 +53,13 @@ void matmul_nt(const matmul_nt_args& args) { multiply(call_of("matmul_nt", Form:
 // Where lanes do not hold the pairs, turned by the kernel of rope before y is rounded.
 void matmul_nt_rope(const matmul_nt_rope_args& args) {
   check_rotation(args.D, 1);
+  check_accumulate(args.accumulate, args.a);
   const char* name = "matmul_nt_rope";
   Call call{name, Form::nt, args.a, args.b, args.bias, args.y, {}, false};
   call.M = args.y.shape.rows();
   call.N = args.y.shape.cols();
   call.K = args.a.shape.cols();
+  call.promotes = args.accumulate == kSplit;
   if ((args.D == 64 || args.D == 128) && call.K > 0) {
     call.turn = {args.table.as<float>(), args.starts.as<int32_t>(), args.table.shape.rows(), (args.H + args.J) * args.D,
                  static_cast<int>(args.D)};

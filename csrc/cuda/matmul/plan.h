@@ -7,8 +7,8 @@
 namespace coat::cuda {
 
 // What is multiplied: FP8 operands with one scale or in blocks are added ahead of the next product, those that both
-// have a scale a run are not.
-enum class Operands { bf16, fp8, fp8_runs };
+// have a scale a run are not; nor are those whose sums stay in the tensor cores, as those of bf16 do.
+enum class Operands { bf16, fp8, fp8_runs, fp8_unpromoted };
 
 // The shapes that kernels are compiled for. rows and columns: those of a cluster of this many blocks. A step of K, of
 // 128 bytes, takes a multiprocessor this many microseconds where the tensor cores bound it, by Operands; 0 where there
@@ -16,14 +16,14 @@ enum class Operands { bf16, fp8, fp8_runs };
 // launch of another one that adds them.
 struct ShapeRow {
   int rows, columns, cluster;
-  double step[3];
+  double step[4];
   bool parts_meet;
 };
-inline constexpr ShapeRow kShapes[] = {{256, 256, 2, {0.67, 0.77, 0}, false},
-                                       {128, 128, 1, {0.29, 0.29, 0.42}, true},
-                                       {64, 128, 1, {0.14, 0.14, 0.30}, true},
-                                       {384, 128, 2, {0, 0.55, 0}, false},
-                                       {256, 128, 2, {0.355, 0.375, 0.42}, false}};
+inline constexpr ShapeRow kShapes[] = {{256, 256, 2, {0.67, 0.77, 0, 0.67}, false},
+                                       {128, 128, 1, {0.29, 0.29, 0.42, 0.29}, true},
+                                       {64, 128, 1, {0.14, 0.14, 0.30, 0}, true},
+                                       {384, 128, 2, {0, 0.55, 0, 0}, false},
+                                       {256, 128, 2, {0.355, 0.375, 0.42, 0}, false}};
 
 // How many clusters of so many blocks run at once, as measured; none of the sizes that a group of multiprocessors holds
 // too few of.

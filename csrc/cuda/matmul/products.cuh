@@ -15,6 +15,7 @@ struct Call {
   bool into;                   // the product is added to what y holds
   int64_t M, N, K;             // M and N are at least 1
   Turned::Turn turn;
+  bool promotes = true;  // FP8 sums leave the tensor cores every 128 of K
 
   Result result() const {
     const auto scale = [](const Tensor& x) {
@@ -33,6 +34,8 @@ void multiply_bf16(const Call& call);
 // e4m3 and e5m2 with a scale a tensor, or a row, which multiplies the sums.
 void multiply_e4m3(const Call& call);
 void multiply_e5m2(const Call& call);
+// The same with a scale a tensor whose sums stay in the tensor cores.
+void multiply_unpromoted(const Call& call);
 // e4m3 with a scale a run of 128 along K by e4m3 with a scale a block of 128 x 128, or a run too.
 void multiply_runs_by_blocks(const Call& call);
 void multiply_runs_by_runs(const Call& call);

@@ -8,7 +8,8 @@ namespace coat::cuda {
 // Scales of whole tensors wait for the end. Of<Halves> belongs to a thread, which has two rows, 8 apart, and in every
 // half, 128 columns, 64 elements in the order of Finish.
 struct NoScales {
-  static constexpr bool kOfRuns = false;  // of both operands, for which a tile of one half leaves registers
+  static constexpr bool kPromotes = true;  // FP8 sums leave the tensor cores every 128 of K
+  static constexpr bool kOfRuns = false;   // of both operands, for which a tile of one half leaves registers
   template <int Halves>
   struct Of {
     __device__ Of(const NoScales&, const Result&, int64_t, int64_t, int) {}
@@ -18,6 +19,11 @@ struct NoScales {
       for (int i = 0; i < 64; ++i) sums[i] += part[i];
     }
   };
+};
+
+// Where FP8 sums stay in the tensor cores.
+struct Unpromoted : NoScales {
+  static constexpr bool kPromotes = false;
 };
 
 // The scales of a thread's two rows of an operand with runs of 128 along K, step by step. Rows outside of y have those
@@ -40,7 +46,7 @@ struct RowScales {
 // a in runs of 128 along K, b in blocks of 128 x 128. fetch() stands before the products that hide its latency, and
 // reads what the first cache has in 7 of 8 steps.
 struct RunsByBlocks {
-  static constexpr bool kOfRuns = false;
+  static constexpr bool kPromotes = true, kOfRuns = false;
   const float *a, *b;
   int64_t steps;  // along K, each a run and a block
   template <int Halves>
@@ -71,7 +77,7 @@ struct RunsByBlocks {
 // Both in runs of 128 along K. Scales of b come turned: those of a step side by side, `width` columns, a multiple of
 // 128. A thread fetches those of its 32 columns.
 struct RunsByRuns {
-  static constexpr bool kOfRuns = true;
+  static constexpr bool kPromotes = true, kOfRuns = true;
   const float *a, *b;
   int64_t steps, width;
   template <int Halves>

@@ -50,9 +50,10 @@ void start(const Start<Y, Scales>& s) {
 }
 
 template <class A, class Scales>
-inline constexpr Operands operands_of = sizeof(A) == 2    ? Operands::bf16
-                                        : Scales::kOfRuns ? Operands::fp8_runs
-                                                          : Operands::fp8;
+inline constexpr Operands operands_of = sizeof(A) == 2       ? Operands::bf16
+                                        : Scales::kOfRuns    ? Operands::fp8_runs
+                                        : !Scales::kPromotes ? Operands::fp8_unpromoted
+                                                             : Operands::fp8;
 
 // Whether there are kernels in which parts of K meet; the sums of others go through memory.
 template <class Scales>

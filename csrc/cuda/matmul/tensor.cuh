@@ -104,6 +104,7 @@ __device__ inline void join_parts(const Result& p, const Y& y, uint32_t sums, in
 // ring of slots of 128 bytes along K; up to three warpgroups multiply. The blocks of a cluster stand one below the
 // other and fetch parts of b for each other. FP8 sums leave the tensor cores, which keep 14 bits, every 128 of K, and
 // are added in FP32, times the scales of runs and blocks; while one warpgroup adds, another multiplies, or it itself.
+// Those of bf16, and of FP8 with Unpromoted, stay there for the whole piece of K.
 // Bytes per element of y: K (size of a / columns + size of b / rows) of a cluster read from L2, one element written.
 // Where parts of K meet, a cluster has one tile of y, and its blocks read each other's sums.
 template <class A, class B, bool AlongA, bool AlongB, class Y, class Shape, class Scales>
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   constexpr int kDepth = 128 / kSize;  // of K in a slot
   constexpr int kMulti = 32 / kSize;   // of K in one product
   constexpr uint32_t kTileBytes = 8192;
-  constexpr bool kPromotes = kSize == 1;
+  constexpr bool kPromotes = kSize == 1 && Scales::kPromotes;
   // whether a warpgroup adds one part while it multiplies the next: there are registers for two
   constexpr bool kAhead = kPromotes && kHalves == 1 && kProducts <= 2 && !Scales::kOfRuns;
   static_assert(kSize == 2 || (AlongA && AlongB), "the tensor cores take FP8 operands along K only");
@@ -268,7 +269,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
             hold(sums);
             products_begin();
 #pragma unroll
-            for (int k = 0; k < kDepth / kMulti; ++k) multiply<AlongA, AlongB>(sums, a_step(k), b_step(k));
+            for (int k = 0; k < kDepth / kMulti; ++k) {
+              if constexpr (kSize == 2) {
+                multiply<AlongA, AlongB>(sums, a_step(k), b_step(k));
+              } else {
+#pragma unroll
+                for (int h = 0; h < kHalves; ++h)
+                  multiply<A, B>(reinterpret_cast<float(&)[64]>(sums[64 * h]), a_step(k),
+                                 operand_after(b_step(k), h * Shape::kHalfB), 1);
+              }
+            }
             products_commit();
             products_wait<1>();
             if (before >= 0) release(before);
