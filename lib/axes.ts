@@ -23,7 +23,13 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
 
 type Axis = Exclude<keyof Recipe, keyof typeof free>
 // Axes that may be left out, and by themselves have more rules than a list of words; `layers` is no axis.
-const free = { layers: [], emulated: [], lossScale: [], mu: ['none', 'fixed', 'absolute', 'relative'] } as const
+const free = {
+  layers: [],
+  emulated: [],
+  lossScale: [],
+  mu: ['none', 'fixed', 'absolute', 'relative'],
+  qkvGrad: ['fused', 'split'],
+} as const
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
@@ -45,7 +51,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   v: momentFormats('v') as Recipe['v'][],
 }
 
-// x, w and dy that there are products of
+// x, w and dy that ops multiply
 const operands = [
   ['f32', 'f32', 'f32'],
   ['bf16', 'bf16', 'bf16'],
@@ -55,29 +61,46 @@ const operands = [
   ['e4m3/g128p2', 'e4m3/b128p2', 'e4m3/g128p2'],
 ]
 
+// Each of these may also be plain, as stream is: products of two kinds are references, which read both operands as f32.
+const mixable = ['e4m3/t', 'e4m3/t', 'e5m2/t']
+
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
-    text: `x, w and dy must be ${operands.map((row) => row.join(', ')).join('; or ')}`,
-    holds: ({ x, w, dy }) => operands.some((legal) => legal.join() === [x, w, dy].join()),
+    text: `x, w and dy must be ${operands.map((row) => row.join(', ')).join('; or ')}; or each plain or as in ${mixable.join(', ')}`,
+    holds: ({ x, w, dy }) =>
+      operands.some((legal) => legal.join() === [x, w, dy].join()) ||
+      [x, w, dy].every((format, i) => !isScaled(format) || format === mixable[i]),
   },
-  { text: 'a plain x must have the format of stream', holds: ({ x, stream }) => isScaled(x) || x === stream },
+  {
+    text: 'a plain x, w or dy must have the format of stream',
+    holds: ({ x, w, dy, stream }) => [x, w, dy].every((format) => isScaled(format) || format === stream),
+  },
   {
     text: 'a plain saved must have the format of stream',
     holds: ({ saved, stream }) => isScaled(saved) || saved === stream,
   },
-  { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || x === 'e4m3/t' },
   {
-    text: "accumulate other than 'split' needs x 'e4m3/t', as only sums of operands with one scale stay in the tensor cores",
-    holds: ({ accumulate, x }) => accumulate === 'split' || x === 'e4m3/t',
+    text: "accumulate other than 'split' needs x 'e4m3/t', w 'e4m3/t', dy 'e5m2/t' and qkvGrad 'fused', as only sums of operands with one scale stay in the tensor cores",
+    holds: ({ accumulate, x, w, dy, qkvGrad }) =>
+      accumulate === 'split' || ([x, w, dy].join() === mixable.join() && qkvGrad !== 'split'),
   },
   {
-    text: "a delayed scale needs x 'e4m3/t' and param 'f32' or 'bf16'",
-    holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
+    text: "saved 'e4m3/g16' needs x 'e4m3/t' or plain",
+    holds: ({ x, saved }) => !isScaled(saved) || !isScaled(x) || x === 'e4m3/t',
   },
   {
-    text: "dwFrom 'stream' needs x 'e4m3/r' or plain, and param 'f32' or 'bf16'",
-    holds: ({ dwFrom, x, param }) =>
-      dwFrom === 'operands' || !isScaled(x) || (x === 'e4m3/r' && (param === 'f32' || param === 'bf16')),
+    text: "a delayed scale needs x 'e4m3/t', w 'e4m3/t', dy 'e5m2/t' and param 'f32' or 'bf16'",
+    holds: ({ scale, x, w, dy, param }) =>
+      scale === 'current' || ([x, w, dy].join() === mixable.join() && (param === 'f32' || param === 'bf16')),
+  },
+  {
+    text: "dwFrom 'stream' needs x 'e4m3/r' or plain x, w and dy, and param 'f32' or 'bf16'",
+    holds: ({ dwFrom, x, w, dy, param }) =>
+      dwFrom === 'operands' || ![x, w, dy].some(isScaled) || (x === 'e4m3/r' && (param === 'f32' || param === 'bf16')),
+  },
+  {
+    text: "qkvGrad 'split' needs dy 'e5m2/t', whose one scale it replaces, and scale 'current'",
+    holds: ({ qkvGrad, dy, scale }) => qkvGrad !== 'split' || (dy === 'e5m2/t' && scale === 'current'),
   },
   {
     text: "attention other than 'stream' needs stream 'bf16'",
@@ -106,9 +129,9 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
   },
   {
-    text: 'emulated needs x, stream, param, dw, m and v f32',
-    holds: ({ emulated, x, stream, param, dw, m, v }) =>
-      !emulated || [x, stream, param, dw, m, v].every((format) => format === 'f32'),
+    text: 'emulated needs x, w, dy, saved, stream, param, dw, m and v f32',
+    holds: ({ emulated, x, w, dy, saved, stream, param, dw, m, v }) =>
+      !emulated || [x, w, dy, saved, stream, param, dw, m, v].every((format) => format === 'f32'),
   },
 ]
 
@@ -139,9 +162,13 @@ function checked(which: Recipe, where = ''): Recipe {
         `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...free }).join(', ')}`,
         `${where}${axis}`,
       )
-  const { lossScale = 'none', mu = 'none' } = which
+  const { lossScale = 'none' } = which
   if (lossScale !== 'none') new LossScale(lossScale)
-  if (!free.mu.includes(mu)) refuse(`${where}mu is '${mu}' and must be one of ${free.mu.join(', ')}`, `${where}mu`)
+  for (const axis of ['mu', 'qkvGrad'] as const) {
+    const { [axis]: word = free[axis][0] } = which
+    if (!(free[axis] as readonly string[]).includes(word))
+      refuse(`${where}${axis} is '${word}' and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)
+  }
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
   if (which.emulated) checkEmulation(which.emulated, `${where}emulated.`)

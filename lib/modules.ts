@@ -224,6 +224,8 @@ export interface LinearOptions {
   plain?: boolean
   parts?: readonly Part[]
   biasParts?: readonly Part[]
+  /** Whether the gradient of the result has a scale for each part of the weight. */
+  splitGradient?: boolean
 }
 
 /** y = x wᵀ + b: x [M, inputs] → [M, outputs]. */
@@ -239,7 +241,8 @@ export class Linear extends Module {
     const { inputs, outputs, std = 0.02 } = options
     const { emulated } = recipe
     const placed = emulated && !options.plain ? { emulated: { ...emulated, seed: seedOf(build.seed, name) } } : {}
-    this.formats = { ...linearFormats(recipe, options), ...placed }
+    const split = options.splitGradient && options.parts ? { dyParts: options.parts.map(({ rows }) => rows) } : {}
+    this.formats = { ...linearFormats(recipe, options), ...placed, ...split }
     this.scales = options.plain ? null : delayedScales(build, name, this.formats)
     this.weight = new Param(build, `${name}.weight`, {
       ...matrixParam(recipe, outputs, inputs, std),
@@ -424,6 +427,7 @@ export class Attention extends Module {
       bias: sizes.qkvBias ?? false,
       parts: parts('weight'),
       biasParts: parts('bias'),
+      splitGradient: build.recipe.qkvGrad === 'split',
     })
     this.output = new Linear(build, `${name}.o_proj`, {
       inputs: q,

@@ -5,7 +5,7 @@ import { native } from './native.ts'
 import { showOperands } from './operands.ts'
 import type { DelayedScale } from './scaler.ts'
 import { recordedBy, remakeOf, retained, Tape } from './tape.ts'
-import { type FloatFormat, isScaled, Tensor } from './tensor.ts'
+import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
 
 export { matmulEmulated, roundTo } from './emulate.ts'
 export * from './losses.ts'
@@ -21,6 +21,8 @@ export interface LinearFormats {
   w: FloatFormat
   /** Operand dy [M, N]. */
   dy: FloatFormat
+  /** Rows [from, to) of w, one after the other, whose columns of dy have a scale each. */
+  dyParts?: readonly (readonly [from: number, to: number])[]
   /** Operand w of dx where it is not in the format of w: one scale, a power of two. */
   wAcross?: 'e4m3/t'
   /** Operands x and dy of dw where they are not in the formats of x and dy. */
@@ -75,14 +77,44 @@ export function linear(
   tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
     if (!kept || !w) return []
     scales?.dy.give(dy, true)
-    const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
-    const turned = isScaled(own) && !across
+    const { dyParts: parts } = formats
+    const gradient = parts ? scope(() => roundedByParts(dy, w, formats.dy, parts)) : dy
+    const read: LinearFormats = parts ? { ...formats, dy: 'f32' } : formats
+    const dx = x.requiresGrad ? inputGradient(gradient, w, read, x.gradientFormat !== null) : null
+    const turned = isScaled(own) && isScaled(read.dy) && !across
     const dw = w.requiresGrad
-      ? weightGradient(dy, turned ? kept.as(formats.x, { transposed: true }) : kept, w, formats)
+      ? weightGradient(gradient, turned ? kept.as(formats.x, { transposed: true }) : kept, w, read)
       : null
     return [dx, dw, biasGradient(dy, b, formats)]
   })
   return y
+}
+
+/** The values of dy [M, N] after the columns of each part were rounded with a scale of their own, in f32. */
+function roundedByParts(
+  dy: Tensor,
+  w: Tensor,
+  format: FloatFormat,
+  parts: readonly (readonly [from: number, to: number])[],
+): Tensor {
+  const turned = Tensor.own(native.convert_transposed(dy.handle, null, 'f32'))
+  for (const [from, to] of parts) {
+    const part = Tensor.own(native.slice_rows(turned.handle, 'f32', from, to - from))
+    const codes = part.as(format)
+    showOperands(w, { dy: codes })
+    native.place_rows(turned.handle, codes.as('f32').handle, from)
+  }
+  return Tensor.own(native.convert_transposed(turned.handle, null, 'f32'))
+}
+
+/**
+ * f of two operands of a product: as they are where an op multiplies their formats, else both as f32, which has the values of
+ * a plain one, and of a scaled one to within 2^-24 of each. The latter is a reference, as slow as products of f32 are.
+ */
+function alike<Result>(a: Tensor, b: Tensor, f: (a: Tensor, b: Tensor) => Result): Result {
+  if (a.format === b.format || (isScaled(a.format) && isScaled(b.format))) return f(a, b)
+  const exact = (x: Tensor) => (x.format === 'f32' ? x : Tensor.own(native.convert(x.handle, null, 'f32')))
+  return scope(() => f(exact(a), exact(b)))
 }
 
 const inputsOf = (x: Tensor, w: Tensor, b: Tensor | null) => [x, w, ...(b ? [b] : [])]
@@ -106,36 +138,53 @@ function product(
   const wq = w.as(formats.w)
   if (Tape.current) showOperands(w, { x: xq, w: wq })
   const bias = b?.handle ?? null
-  const handle = turn
-    ? native.matmul_nt_rope(
-        turn.rope.handle,
-        xq.handle,
-        wq.handle,
-        bias,
-        turn.starts?.handle ?? null,
-        turn.heads,
-        turn.kvHeads,
-        turn.headDim,
-        ofForward(formats),
-      )
-    : native.matmul_nt(xq.handle, wq.handle, bias, formats.y, null, ofForward(formats))[0]
+  const handle = alike(xq, wq, (xq, wq) =>
+    turn
+      ? turnedProduct(xq, wq, bias, turn, ofForward(formats))
+      : native.matmul_nt(xq.handle, wq.handle, bias, formats.y, null, ofForward(formats))[0],
+  )
   const y = Tensor.own(handle, formats.y)
   if (formats.dy.endsWith('/t')) y.gradientFormat = formats.dy
   w.dropTwins()
   return y
 }
 
+// Of operands that are f32 because they were not of one kind, too, the result is rounded after it was turned.
+function turnedProduct(
+  xq: Tensor,
+  wq: Tensor,
+  bias: Handle | null,
+  turn: HeadTurn,
+  accumulate: 'split' | 'fast',
+): Handle {
+  const { rope, starts, heads, kvHeads, headDim } = turn
+  const sizes = [heads, kvHeads, headDim] as const
+  const documents = starts?.handle ?? null
+  if (xq.format !== 'f32')
+    return native.matmul_nt_rope(rope.handle, xq.handle, wq.handle, bias, documents, ...sizes, accumulate)
+  const y = Tensor.own(native.matmul_nt(xq.handle, wq.handle, bias, 'f32', null)[0])
+  native.rope(rope.handle, y.handle, documents, ...sizes, 1)
+  return native.convert(y.handle, null, 'bf16')
+}
+
 /** dy w [M, K], with its largest magnitude where that is wanted. */
 function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean): Tensor {
-  const quantized = dy.as(formats.dy)
-  showOperands(w, { dy: quantized })
-  const dyq = quantized.handle
+  const dyq = dy.as(formats.dy)
+  showOperands(w, { dy: dyq })
   const wanted = withAmax ? 'f32' : null
   if (formats.wAcross) w.adoptPowerOfTwo(formats.wAcross)
-  const turned = () => w.as(formats.wAcross ?? formats.w, { transposed: true }).handle
-  const [handle, amax] = isScaled(formats.dy)
-    ? native.matmul_nt(dyq, turned(), null, formats.dx, wanted, ofBackward(formats))
-    : native.matmul_nn(dyq, w.as(formats.w).handle, formats.dx, wanted)
+  const across = formats.wAcross ?? formats.w
+  const [handle, amax] =
+    isScaled(formats.dy) && isScaled(across)
+      ? native.matmul_nt(
+          dyq.handle,
+          w.as(across, { transposed: true }).handle,
+          null,
+          formats.dx,
+          wanted,
+          ofBackward(formats),
+        )
+      : alike(dyq, w.as(formats.w), (dyq, wq) => native.matmul_nn(dyq.handle, wq.handle, formats.dx, wanted))
   const dx = Tensor.own(handle, formats.dx)
   if (amax !== null) dx.adoptAmax(amax)
   w.dropTwins()
@@ -143,23 +192,24 @@ function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: 
 }
 
 /**
- * dyᵀ x [N, K], with the operand x transposed [K, M] where dy is scaled; null where it was added to the gradient that w holds
- * already.
+ * dyᵀ x [N, K], with the operand x transposed [K, M] where both are scaled; null where it was added to the gradient that w
+ * holds already.
  */
 function weightGradient(dy: Tensor, x: Tensor, w: Tensor, formats: LinearFormats): Tensor | null {
   const operand = formats.dwFrom ?? formats.dy
-  const scaled = isScaled(operand)
-  const left = dy.as(operand, { transposed: scaled }).handle
+  const scaled = isScaled(operand) && isScaled(x.format)
   const held = w.sink?.held
-  if (held) {
-    if (scaled) native.matmul_nt_into(held.handle, left, x.handle, ofBackward(formats))
-    else native.matmul_tn_into(held.handle, left, x.handle)
-    return null
-  }
-  const [dw] = scaled
-    ? native.matmul_nt(left, x.handle, null, formats.dw, null, ofBackward(formats))
-    : native.matmul_tn(left, x.handle, formats.dw, null)
-  return Tensor.own(dw, formats.dw)
+  const dw = alike(dy.as(operand, { transposed: scaled }), x, (left, x) => {
+    if (held) {
+      if (scaled) native.matmul_nt_into(held.handle, left.handle, x.handle, ofBackward(formats))
+      else native.matmul_tn_into(held.handle, left.handle, x.handle)
+      return null
+    }
+    return scaled
+      ? native.matmul_nt(left.handle, x.handle, null, formats.dw, null, ofBackward(formats))[0]
+      : native.matmul_tn(left.handle, x.handle, formats.dw, null)[0]
+  })
+  return dw === null ? null : Tensor.own(dw, formats.dw)
 }
 
 function biasGradient(dy: Tensor, b: Tensor | null, formats: LinearFormats): Tensor | null {

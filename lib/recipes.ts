@@ -61,6 +61,11 @@ export interface Recipe {
   /** GEMM operand: gradient of the output. */
   dy: Plain | 'e5m2/t' | 'e4m3/r' | 'e4m3/g128' | 'e4m3/g128p2'
   /**
+   * How the gradient of q, k and v is rounded for its products: as one tensor (`fused`, the default), or each with a scale of
+   * its own (`split`, a reference in f32).
+   */
+  qkvGrad?: 'fused' | 'split'
+  /**
    * What the gradient of a weight is a product of: x and dy as operands, or as the `stream` has them. With the latter the weight
    * has one scale, a power of two, in the gradient of the input, as torchao's recipe rowwise_with_gw_hp.
    */

@@ -327,7 +327,7 @@ describe.each(devices)('a model on %s', (device) => {
 })
 
 it.each<[RecipeChange, string]>([
-  [{ base: 'bf16', accumulate: 'fast' }, "accumulate other than 'split' needs x 'e4m3/t', as only sums of operands"],
+  [{ base: 'bf16', accumulate: 'fast' }, "accumulate other than 'split' needs x 'e4m3/t', w 'e4m3/t'"],
   [{ base: 'ao-rowwise', accumulate: 'fast-forward' }, "accumulate other than 'split' needs x 'e4m3/t'"],
   [{ base: 'deepseek-v3', accumulate: 'fast' }, "accumulate other than 'split' needs x 'e4m3/t'"],
   [

@@ -46,6 +46,16 @@ const sizes: BlockSizes = {
 }
 const layernorm: BlockSizes = { ...sizes, norm: 'layernorm', activation: 'gelu' }
 const saving: Recipe = { ...recipes.coat, flow: 'save' }
+const flows: [string, Recipe][] = [
+  ['coat', recipes.coat],
+  ["flow 'save'", saving],
+  ['bf16', recipes.bf16],
+  ['coat, x plain', { ...recipes.coat, x: 'bf16' }],
+  ["flow 'save', x plain", { ...saving, x: 'bf16' }],
+  ['coat, w plain', { ...recipes.coat, w: 'bf16' }],
+  ['coat, dy plain', { ...recipes.coat, dy: 'bf16' }],
+  ['coat, gradients of q, k and v apart', { ...recipes.coat, qkvGrad: 'split' }],
+]
 
 function normal(rows: number, cols: number, seed: number, device: DeviceName): Tensor {
   return Tensor.own(native.random_normal('bf16', rows, cols, 0, 1, seed, device as 'cpu' | 'cuda')).keep()
@@ -128,6 +138,8 @@ describe.each(devices)('on %s', (device) => {
     ["flow 'save'", saving, sizes],
     ['coat with LayerNorm and GELU', recipes.coat, layernorm],
     ["flow 'save' with LayerNorm and GELU", saving, layernorm],
+    ['coat, x plain', { ...recipes.coat, x: 'bf16' }, sizes],
+    ['coat, x plain, with LayerNorm and GELU', { ...recipes.coat, x: 'bf16' }, layernorm],
   ] as const)('%s: a known reader changes no bit', async (_, recipe, of) => {
     const alone = await trained(recipe, device, false, of)
     const told = await trained(recipe, device, true, of)
@@ -178,11 +190,7 @@ describe.each(devices)('on %s', (device) => {
     },
   )
 
-  test.each([
-    ['coat', recipes.coat],
-    ["flow 'save'", saving],
-    ['bf16', recipes.bf16],
-  ] as const)('%s: besides what is kept, a layer leaves its result alone', (_, recipe) => {
+  test.each(flows)('%s: besides what is kept, a layer leaves its result alone', (_, recipe) => {
     using block = new Block(build({ recipe, device }), 'b', sizes)
     using x = normal(M, D, 2, device)
     noGrad(() => scope(() => void block.forward(x, T))) // makes what stays: the rotation, the scales of weights
@@ -193,15 +201,11 @@ describe.each(devices)('on %s', (device) => {
     const own = [y, ...x.twins(), ...y.twins()].reduce((total, { bytes }) => total + bytes, 0)
     const kept = tape.ledger().reduce((total, { bytes }) => total + bytes, 0)
     const shared = recipe === recipes.bf16 ? x.bytes : (x.twins()[0]?.bytes ?? 0) // x or its twin, which is kept
-    const numbers = recipe === recipes.bf16 ? 0 : 2 * 4 // the largest magnitude that attention left, and the scale from it
+    const numbers = recipe.x === 'bf16' ? 0 : 2 * 4 // the largest magnitude that attention left, and the scale from it
     expect(memory().live.total - before).toBe(own + kept - shared + numbers)
   })
 
-  test.each([
-    ['coat', recipes.coat],
-    ["flow 'save'", saving],
-    ['bf16', recipes.bf16],
-  ] as const)('%s: what is made again changes memory alone', async (_, recipe) => {
+  test.each(flows)('%s: what is made again changes memory alone', async (_, recipe) => {
     const run = (recompute: Recompute) => trained(recipe, device, true, sizes, recompute)
     const [none, flow, layer] = [await run('none'), await run('flow'), await run('layer')]
     expect(layer.bits).toEqual(flow.bits)

@@ -36,8 +36,12 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes.coat, mm: 'f32' }, /axis 'mm' is unknown; the axes are x, w, dy/],
   [{ ...recipes.coat, m: 'e4m3' }, /m is 'e4m3' and must be one of 'f32', 'bf16', 'e4m3\/t', 'e4m3\/g64'/],
   [{ ...recipes.coat, flow: 'paper' }, /flow is 'paper' and must be one of 'fp8', 'save'/],
-  [{ ...recipes.coat, dy: 'bf16' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
-  [{ ...recipes.bf16, saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
+  [{ ...recipes.coat, dy: 'e4m3/r' }, /x, w and dy must be .*; received x 'e4m3\/t'/],
+  [{ ...recipes.coat, w: 'f32' }, /x, w or dy must have the format of stream; received x 'e4m3\/t', w 'f32'/],
+  [{ ...recipes.coat, dy: 'f32' }, /x, w or dy must have the format of stream/],
+  [{ ...recipes.coat, stream: 'f32', saved: 'f32', x: 'bf16' }, /x, w or dy must have the format of stream/],
+  [{ ...recipes['ao-rowwise'], dy: 'bf16' }, /or each plain or as in e4m3\/t, e4m3\/t, e5m2\/t; received x 'e4m3\/r'/],
+  [{ ...recipes['deepseek-v3'], x: 'bf16' }, /or each plain or as in e4m3\/t, e4m3\/t, e5m2\/t; received/],
   [{ ...recipes.coat, scale: 'delayed' }, /scale is 'delayed' and must be one of 'current'/],
   [
     { ...recipes.coat, scale: { history: 0, pick: 'max', margin: 0 } },
@@ -54,11 +58,28 @@ it.each<[unknown, RegExp]>([
   ],
   [
     { ...recipes['te-block'], scale: recipes['te-delayed'].scale },
-    /a delayed scale needs x 'e4m3\/t' .* scale \{"hist/,
+    /a delayed scale needs x 'e4m3\/t', .* scale \{"hist/,
   ],
-  [{ ...recipes.coat, dwFrom: 'stream' }, /dwFrom 'stream' needs x 'e4m3\/r' or plain, and param/],
+  [{ ...recipes['te-delayed'], w: 'bf16' }, /a delayed scale needs x 'e4m3\/t', w 'e4m3\/t', dy 'e5m2\/t' and param/],
+  [{ ...recipes.coat, dwFrom: 'stream' }, /dwFrom 'stream' needs x 'e4m3\/r' or plain x, w and dy, and param/],
+  [
+    { ...recipes.coat, x: 'bf16', dwFrom: 'stream' },
+    /dwFrom 'stream' needs x 'e4m3\/r' or plain x, w and dy, and param/,
+  ],
+  [{ ...recipes.coat, qkvGrad: 'both' }, /qkvGrad is 'both' and must be one of fused, split/],
+  [
+    { ...recipes.coat, dy: 'bf16', qkvGrad: 'split' },
+    /qkvGrad 'split' needs dy 'e5m2\/t', whose one scale it replaces/,
+  ],
+  [{ ...recipes['deepseek-v3'], qkvGrad: 'split' }, /qkvGrad 'split' needs dy 'e5m2\/t'/],
+  [{ ...recipes['te-delayed'], qkvGrad: 'split' }, /qkvGrad 'split' needs .* and scale 'current'; received/],
+  [
+    { ...recipes.coat, w: 'bf16', accumulate: 'fast' },
+    /accumulate other than 'split' needs x 'e4m3\/t', w 'e4m3\/t', dy/,
+  ],
+  [{ ...recipes.coat, qkvGrad: 'split', accumulate: 'fast' }, /accumulate other than .* and qkvGrad 'fused'/],
   [{ ...recipes['ao-rowwise-gw-hp'], param: 'f16/t' }, /dwFrom 'stream' needs .* param 'f32' or 'bf16'/],
-  [{ ...recipes['te-block'], saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t'/],
+  [{ ...recipes['te-block'], saved: 'e4m3/g16' }, /saved 'e4m3\/g16' needs x 'e4m3\/t' or plain; rec/],
   [
     { ...recipes['te-block'], dy: 'e5m2/t' },
     /x, w and dy must be .*; received x 'e4m3\/g128p2', w 'e4m3\/b128p2', dy 'e5m2\/t'/,
@@ -75,8 +96,10 @@ it.each<[unknown, RegExp]>([
   [{ ...recipes.fp32, rounding: 'stochastic' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
   [
     { ...recipes.bf16, emulated: recipes['wang-152'].emulated },
-    /emulated needs x, stream, param, dw, m and v f32; rec/,
+    /emulated needs x, w, dy, saved, stream, param, dw, m and v f32; rec/,
   ],
+  [{ ...recipes.e8m5, w: 'e4m3/t' }, /emulated needs x, w, dy, saved/],
+  [{ ...recipes.e8m5, saved: 'e4m3/g16' }, /emulated needs x, w, dy, saved/],
   [
     { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, bits: 8 } },
     /axis 'emulated.bits' is unknown; an emulation/,
@@ -112,7 +135,7 @@ it('a recipe is a product of axes over a row, which stays as it is', () => {
   expect(attempt({ base: 'cote' })).toThrow(/'cote' is unknown; the recipes are fp32, bf16, coat/)
   expect(attempt({ v: 'f32' })).toThrow(/m and v must be a pair of formats that adamw has; received .*v 'f32'/)
   expect(attempt({ layers: { '*': { mm: 'f32' } } })).toThrow(/axis 'layers\['\*'\].mm' is unknown/)
-  expect(attempt({ layers: { '*': { x: 'bf16' } } })).toThrow(/layers\['\*'\].x, w and dy must be/)
+  expect(attempt({ layers: { '*': { x: 'e4m3/r' } } })).toThrow(/layers\['\*'\].x, w and dy must be/)
   expect(attempt({ layers: { '*': { stream: 'f32' } } })).toThrow(
     /stream is the whole model's, and layers\['\*'\] has it/,
   )

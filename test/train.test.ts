@@ -189,7 +189,7 @@ describe('what is wrong is said in a line that names it, before there is anythin
     ['an axis of a recipe', { recipe: { base: 'coat', w: 'f33' } }, /: w is 'f33' and must be one of 'f32', 'bf16'/],
     [
       'axes that do not go together',
-      { recipe: { base: 'coat', x: 'bf16' } },
+      { recipe: { base: 'coat', x: 'e4m3/r' } },
       /: x, w and dy must be f32, f32, f32; or bf16, bf16, bf16; or e4m3/,
     ],
     ['an unknown axis', { recipe: { base: 'coat', ww: 'bf16' } }, /: axis 'ww' is unknown; the axes are x, w/],
