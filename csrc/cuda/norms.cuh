@@ -82,7 +82,8 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
   if constexpr (kMeasures) all = y.max();
   Peak peak(all);
   const bool counts = C == 16 || threadIdx.x % 2 == 0;  // one thread a piece
-  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step) {
+  int turn = 0;
+  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step, turn ^= 1) {
     if constexpr (kMeasures) peak.look();
     float v[D][C], reach[D];
 #pragma unroll
@@ -97,7 +98,7 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
     if constexpr (Centred) {
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += sum_of(v[d]);
-      middle = row_sum(counts ? sum : 0.0, lanes, [&](double all) { return all * per; });
+      middle = row_sum(counts ? sum : 0.0, lanes, 0) * per;
       numbers.m = static_cast<float>(middle);
       sum = 0;
 #pragma unroll
@@ -111,10 +112,9 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += squares_of(v[d]);
     }
-    numbers.r = row_sum(counts ? sum : 0.0, lanes, [&](double squares) {
-      if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
-      return inverse_deviation(squares, per, norm.eps);
-    });
+    double squares = row_sum(counts ? sum : 0.0, lanes, Centred ? 1 : turn);
+    if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
+    numbers.r = inverse_deviation(squares, per, norm.eps);
     if (lane == 0 && row < M) numbers.store(norm, row);
 #pragma unroll
     for (int d = 0; d < D; ++d) {

@@ -70,7 +70,8 @@ __global__ __launch_bounds__(kAddMost, kAddResident<A, B> /
   const double per = per_column(N);
   Peak peak(&given.found->largest);
   uint32_t infs = 0;
-  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step) {
+  int turn = 0;
+  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step, turn ^= 1) {
     peak.look();
     const bool here = inside && row < M;
     float x[kRun], other[kRun];
@@ -85,8 +86,7 @@ __global__ __launch_bounds__(kAddMost, kAddResident<A, B> /
       codes.store(given.twin, row * N + n);
       given.twin.scale[row * runs + lane] = codes.scale;
     }
-    const float r =
-        row_sum(square_piece(x), lanes, [&](double squares) { return inverse_deviation(squares, per, given.eps); });
+    const float r = inverse_deviation(row_sum(square_piece(x), lanes, turn), per, given.eps);
     if (here && lane == 0) given.rstd[row] = r;
     const float bound = BFloat16::decode(codes.scale) * E4M3::max() * r * weights.peak;
     if (!peak.misses(here ? bound : 0.f)) continue;

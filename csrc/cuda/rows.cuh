@@ -141,52 +141,54 @@ __device__ inline double squares_of(const float (&a)[C]) {
   }
 }
 
-// finish(sum of x over the `lanes` threads of a row), in each of them. One warp finishes for the block. All threads of
-// the block must call it.
-template <class Finish>
-__device__ inline auto row_sum(double x, int lanes, Finish&& finish) {
-  using Result = decltype(finish(x));
-  if (lanes <= 32) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    return finish(x);
-  }
-  __shared__ double partial[32];
-  __shared__ Result result;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  x = warp_sum(x);
-  if (lane == 0) partial[warp] = x;
-  __syncthreads();
-  if (warp == 0) {
-    const Result finished = finish(warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0));
-    if (lane == 0) result = finished;
-  }
-  __syncthreads();
-  return result;
+constexpr int kMostWarps = 16;  // of a block that joins its sums below
+
+// The sum of `mine` over the first `warps` lanes, in every lane: of lanes 0 to 15 and of lanes 16 to 31 apart. The others
+// count as zeros, also where nothing else makes a sum of negative zeros positive.
+__device__ inline double join_warps(const double* partial, int warps) {
+  const int lane = threadIdx.x % kMostWarps;
+  double x = (lane < warps ? partial[lane] : 0.0) + 0.0;
+#pragma unroll
+  for (int offset = kMostWarps / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
 }
 
-// Sums over the block of K values, which come as sums over pieces of C columns: totals[v] = finish(sum), in shared
-// memory until the next call. The threads of a piece divide the values among them.
+// The sum of x over the `lanes` threads of a row, in each of them. All threads of the block must call it, with `turn` 0
+// and 1 in turns: who comes early to the next sum does not write where others still read, so that one barrier is enough.
+__device__ inline double row_sum(double x, int lanes, int turn) {
+  if (lanes <= 32) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+  }
+  __shared__ double partial[2][kMostWarps];
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = x;
+  __syncthreads();
+  return join_warps(partial[turn], blockDim.x / 32);
+}
+
+// Sums over the block of K values, which come as sums over pieces of C columns: totals[v] = finish(sum), in every
+// thread. The threads of a piece divide the values among them, and so do the halves of a warp. `turn` as in row_sum.
 template <int C, int K, class Finish>
-__device__ inline const float* block_sums(const double (&x)[K], Finish&& finish) {
+__device__ inline void block_sums(const double (&x)[K], int turn, float (&totals)[K], Finish&& finish) {
   constexpr int kSharers = kPiece / C, kOwn = K / kSharers;
-  static_assert(kSharers <= 2 && kOwn >= 1);
-  __shared__ double partial[K][32];
-  __shared__ float totals[K];
+  static_assert(kSharers <= 2 && kOwn >= 1 && (K == 1 || K % 2 == 0));
+  __shared__ double partial[2][K][kMostWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
   for (int v = 0; v < kOwn; ++v) {
     double mine = kSharers == 2 && lane % 2 == 1 ? x[v * kSharers + kSharers - 1] : x[v * kSharers];
 #pragma unroll
     for (int offset = 16; offset >= kSharers; offset /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
-    if (lane < kSharers) partial[v * kSharers + lane][warp] = mine;
+    if (lane < kSharers) partial[turn][v * kSharers + lane][warp] = mine;
   }
   __syncthreads();
-  for (int v = warp; v < K; v += warps) {
-    const float finished = finish(warp_sum(lane < warps ? partial[v][lane] : 0.0));
-    if (lane == 0) totals[v] = finished;
+#pragma unroll
+  for (int v = 0; v < K; v += 2) {
+    const float total = finish(join_warps(partial[turn][K == 1 ? 0 : v + lane / kMostWarps], warps));
+    totals[v] = K == 1 ? total : __shfl_sync(0xffffffffu, total, 0);
+    if constexpr (K > 1) totals[v + 1] = __shfl_sync(0xffffffffu, total, kMostWarps);
   }
-  __syncthreads();
-  return totals;
 }
 
 // The largest finite magnitude of all elements, as bits in *all. A run with a bound that is not above what the grid has
