@@ -55,19 +55,22 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
                                                                                          int lanes) {
   constexpr int C = H::C, D = H::D;
   constexpr bool kMeasures = std::is_same_v<Y, Measured>, kBounds = X::run != 0;
-  const int lane = threadIdx.x % lanes, rows = blockDim.x / lanes;
+  const int lane = threadIdx.x % lanes, slot = threadIdx.x / lanes, rows = blockDim.x / lanes;
   const int64_t step = int64_t{gridDim.x} * rows;
-  const int runs = static_cast<int>(N / kRun);
-  int64_t row = int64_t{blockIdx.x} * rows + threadIdx.x / lanes;
   const int width = static_cast<int>(N);
   const auto column = [&](int d) { return (d * lanes + lane) * C; };
+  const auto offset = [&](int d) { return static_cast<uint32_t>(slot * width + column(d)); };  // in the block's rows
+  int64_t first = int64_t{blockIdx.x} * rows;
   Pack<X, C> next[D];
-  const auto fetch = [&](int64_t from) {
+  const auto fetch = [&](int64_t begin) {
+    X from = x;
+    from.codes += begin * N;
+    if constexpr (X::run != 0) from.scale += begin * (N / kRun);
 #pragma unroll
     for (int d = 0; d < D; ++d)
-      if (column(d) < width && from < M) next[d].fetch(x, from * N + column(d), from * runs + column(d) / kRun);
+      if (column(d) < width && begin + slot < M) next[d].fetch(from, offset(d), offset(d) / kRun);
   };
-  fetch(row);
+  fetch(first);
   extern __shared__ float4 shared[];
   Shelf<C> weights[D], biases[D];
 #pragma unroll
@@ -83,7 +86,7 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
   Peak peak(all);
   const bool counts = C == 16 || threadIdx.x % 2 == 0;  // one thread a piece
   int turn = 0;
-  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step, turn ^= 1) {
+  for (; first < M; first += step, turn ^= 1) {
     if constexpr (kMeasures) peak.look();
     float v[D][C], reach[D];
 #pragma unroll
@@ -92,7 +95,7 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
       reach[d] = kInf;
       if constexpr (kBounds) reach[d] = abs_(BFloat16::decode(next[d].scale)) * CodeOf<X>::max();
     }
-    fetch(row + step);
+    fetch(first + step);
     RowNumbers<Centred> numbers;
     double sum = 0, middle = 0;
     if constexpr (Centred) {
@@ -115,11 +118,11 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
     double squares = row_sum(counts ? sum : 0.0, lanes, Centred ? 1 : turn);
     if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
     numbers.r = inverse_deviation(squares, per, norm.eps);
-    if (lane == 0 && row < M) numbers.store(norm, row);
+    const bool exists = first + slot < M;
+    if (lane == 0 && exists) numbers.store(norm, first + slot);
 #pragma unroll
     for (int d = 0; d < D; ++d) {
-      const int n = column(d);
-      const bool here = n < width && row < M;
+      const bool here = column(d) < width && exists;
       const float bound = kBounds || kMeasures ? numbers.bound(reach[d], weights[d].peak, biases[d].peak) : kInf;
       if constexpr (kMeasures) {
         if (!peak.misses(here ? bound : 0.f)) continue;
@@ -141,13 +144,13 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
         peak.tell();
       } else if constexpr (C == 8) {
         Pack<Y, C> pack;
-        pack.put(y.view(), row * N + n, {}, v[d]);
+        pack.put(y.view(), first * N + offset(d), {}, v[d]);
       } else {
-        const int64_t b = row * runs + n / kRun;
+        const uint64_t i = static_cast<uint64_t>(first * N) + offset(d);
         if (kBounds && bound < kInf)
-          y.put_finite(b * kRun, b, v[d]);
+          y.put_finite(i, i / kRun, v[d]);
         else
-          y.put(b * kRun, b, v[d]);
+          y.put(i, i / kRun, v[d]);
       }
     }
   }

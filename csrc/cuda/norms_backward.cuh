@@ -11,11 +11,11 @@ __device__ inline float gradient_of(float r, float g, float xhat, float mean_g, 
   return Centred ? r * (g - mean_g - xhat * mean) : r * (g - xhat * mean);
 }
 
-// What is added to dx, in the format of dx, and where its largest magnitude goes; either may be null.
+// What is added to dx, in the format of dx, and where the largest magnitude of dx is found; either may be null.
 template <class DX>
 struct Beside {
   DX residual;
-  uint32_t* largest;
+  uint32_t* largest;  // 0 before
 };
 
 // The largest magnitude of what a block stores, of which the lanes have the bits of |x|.
@@ -37,8 +37,8 @@ __device__ inline uint32_t largest_codes(uint32_t most, const Pack<DX, C>& pack)
 // One block `strands` strands of a chunk, C columns a thread, R rows at a time: their means in one reduction. The codes
 // of the next R rows are fetched as soon as the registers of these are free: dy and x before the reduction, what is
 // added after it. A thread sums its columns over the rows in order. Moves dy, x, the residual and dx once, and partial
-// [chunks, sums, N], of strands instead of chunks where a block has only some of a chunk; the sums of a whole chunk grow
-// in shared memory.
+// [chunks, sums, N], of strands instead of chunks where a block has only some of a chunk; the sums of a whole chunk
+// grow in shared memory.
 template <bool Centred, class DY, class X, class DX, int C, int R>
 __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm norm, DX dx, Beside<DX> beside,
                                                                float* partial, int64_t M, int64_t N, int strands) {
@@ -46,8 +46,9 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   let_next_begin();
   const int64_t begin = int64_t{blockIdx.x} * strands * kStrandRows, left = M - begin;
   const int most_rows = strands * kStrandRows, rows = static_cast<int>(left < most_rows ? left : most_rows);
-  const uint32_t width = static_cast<uint32_t>(N), n = threadIdx.x * C;  // of the at most 128 * 8192 elements of a block
-  const bool inside = n < width, whole = strands == kStrands;
+  const uint32_t width = static_cast<uint32_t>(N),
+                 n = threadIdx.x * C;  // of the at most 128 * 8192 elements of a block
+  const bool inside = n < width, whole = strands == kStrands, pairs = C == kRun && width % (2 * kRun) == 0;
   const bool adds = !Centred && beside.residual.codes, measures = !Centred && beside.largest;  // only rmsnorm does
   dy.codes += begin * N;
   x.codes += begin * N;
@@ -88,8 +89,7 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   float strand[kSums * C] = {};
   uint32_t most = 0;
   const auto keep = [&](int64_t part, int k, const float4& sums) {
-    if (partial && inside)
-      *reinterpret_cast<float4*>(partial + (part * kSums + k / C) * N + n + k % C) = sums;
+    if (partial && inside) *reinterpret_cast<float4*>(partial + (part * kSums + k / C) * N + n + k % C) = sums;
   };
   int ended = 0;  // strands
   const auto end_strand = [&] {
@@ -149,10 +149,14 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
 #pragma unroll
         for (int c = 0; c < C; ++c) g[j][c] += more[c];
       }
-      if (!inside || first + j >= rows) continue;
+      const bool here = inside && first + j < rows;
+      const uint32_t i = static_cast<uint32_t>(first + j) * width + n;
       Pack<DX, C> pack;
-      pack.put(dx, static_cast<uint32_t>(first + j) * width + n, {}, g[j]);
-      if (measures) most = largest_codes(most, pack);
+      pack.encode({}, g[j]);
+      if (measures && here) most = largest_codes(most, pack);
+      if constexpr (C == kRun)
+        if (pairs) put_strip(dx, i, pack, here);
+      if (!pairs && here) pack.store(dx, i);
     }
     if (adds) fetch(next_more, beside.residual, first + R);
   }
@@ -237,9 +241,12 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY d
 template <bool Centred, class Args>
 void norm_backward(const char* name, const Args& args, const Norm& norm, const Tensor& first, const Tensor& second,
                    const Tensor& residual = {}, uint32_t* largest = nullptr) {
+  // `largest` is only asked for together with sums, whose kernel puts it there
   const int64_t M = args.x.shape.rows(), N = args.x.shape.cols(), chunks = chunks_of(M);
-  if (largest) check(cudaMemsetAsync(largest, 0, sizeof(uint32_t), stream()), name);
-  if (N == 0) return;
+  if (N == 0) {
+    if (largest) check(cudaMemsetAsync(largest, 0, sizeof(uint32_t), stream()), name);
+    return;
+  }
   const bool sums = first || second;
   constexpr int kSums = Centred ? 2 : 1;
   with("dy", args.dy, Views<F32, BF16>{}, [&](const auto dy) {
@@ -250,7 +257,7 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
         using DX = std::remove_const_t<decltype(dx)>;
         Tensor added = residual;
         added.format = args.dx.format;
-        const Beside<DX> beside{DX(added), largest};
+        const Beside<DX> beside{DX(added), largest ? counters() : nullptr};
         // a row in the registers of a block, or by strands, of which a block has one
         constexpr bool kWide = Centred && sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 4;  // too many registers
         constexpr int C = kWide ? 8 : 16, R = kWide ? 2 : 1, kMost = 512;
@@ -269,7 +276,8 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
           launch(name, norm_backward_kernel_wide<Centred, DY, X, DX>, grid, dim3(threads), 0, dy, x, norm, dx, beside,
                  partial, M, N);
         }
-        if (sums) sum_chunks(name, partial, chunks, static_cast<int>(parts), N, kSums, first, second);
+        if (sums)
+          sum_chunks(name, partial, chunks, static_cast<int>(parts), N, kSums, first, second, beside.largest, largest);
       });
     });
   });

@@ -5,7 +5,7 @@
 namespace coat::cuda {
 namespace {
 
-// What the blocks of add_rmsnorm_forward share, and what they give.
+// What the blocks of add_rmsnorm_forward share, zeros before and after, and what they give.
 struct Found {
   uint32_t largest, blocks;
 };
@@ -37,33 +37,39 @@ __device__ inline void finish(const Given& given, uint32_t infs) {
   }
   if (threadIdx.x != 0) return;
   __threadfence();
-  if (atomicAdd(&given.found->blocks, 1u) == gridDim.x - 1)
-    *given.scale = scale_for<E4M3>(Range{atomicMax(&given.found->largest, 0u), 0});
+  if (atomicInc(&given.found->blocks, gridDim.x - 1) == gridDim.x - 1)
+    *given.scale = scale_for<E4M3>(Range{atomicExch(&given.found->largest, 0u), 0});
 }
 
-constexpr int kAddMost = 512;  // threads a row at most
+constexpr int kAddMost = 512;  // threads a row at most; those of a multiprocessor, and the registers that leaves them
 template <class A, class B>
 constexpr int kAddResident = sizeof(CodeOf<A>) + sizeof(CodeOf<B>) > 4 ? 512 : 768;
+template <class A, class B>
+constexpr int kAddRegisters = 65536 / kAddResident<A, B> / 8 * 8;
 
 // `lanes` threads a row, a run each, the codes of the next row fetched before this one is reduced: y and the twin, the
 // squares of the twin's values, then the largest |twin * rstd * w|, which few runs can be. N is a multiple of 32. Moves
 // a, b, y and the twin once.
 template <class A, class B, class Y>
-__global__ __launch_bounds__(kAddMost, kAddResident<A, B> /
-                                           kAddMost) void add_rmsnorm_forward_kernel(A a, B b, Y y, Given given,
-                                                                                     int64_t M, int64_t N, int lanes) {
-  const int lane = threadIdx.x % lanes, rows = blockDim.x / lanes, n = lane * kRun, runs = static_cast<int>(N / kRun);
+__global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A a, B b, Y y, Given given, int64_t M,
+                                                                              int64_t N, int lanes) {
+  const int lane = threadIdx.x % lanes, slot = threadIdx.x / lanes, rows = blockDim.x / lanes, n = lane * kRun;
   const int64_t step = int64_t{gridDim.x} * rows;
-  const bool inside = lane < runs;
-  int64_t row = int64_t{blockIdx.x} * rows + threadIdx.x / lanes;
+  const bool inside = n < N;
+  const uint32_t offset = static_cast<uint32_t>(slot * static_cast<int>(N) + n);  // in the block's rows
+  int64_t first = int64_t{blockIdx.x} * rows;
   Pack<A, kRun> next_a;
   Pack<B, kRun> next_b;
-  const auto fetch = [&](int64_t from) {
-    if (!inside || from >= M) return;
-    next_a.fetch(a, from * N + n, 0);
-    next_b.fetch(b, from * N + n, 0);
+  const auto fetch = [&](int64_t begin) {
+    if (!inside || begin + slot >= M) return;
+    A from_a = a;
+    B from_b = b;
+    from_a.codes += begin * N;
+    from_b.codes += begin * N;
+    next_a.fetch(from_a, offset, 0);
+    next_b.fetch(from_b, offset, 0);
   };
-  fetch(row);
+  fetch(first);
   extern __shared__ float4 shared[];
   Shelf<kRun> weights;
   weights.fill(shared, given.w, n, inside);
@@ -71,23 +77,26 @@ __global__ __launch_bounds__(kAddMost, kAddResident<A, B> /
   Peak peak(&given.found->largest);
   uint32_t infs = 0;
   int turn = 0;
-  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step, turn ^= 1) {
+  for (; first < M; first += step, turn ^= 1) {
     peak.look();
-    const bool here = inside && row < M;
+    const bool here = inside && first + slot < M;
+    const uint64_t i = static_cast<uint64_t>(first * N) + offset;
     float x[kRun], other[kRun];
     next_a.unpack(a, x);
     next_b.unpack(b, other);
-    fetch(row + step);
+    fetch(first + step);
 #pragma unroll
     for (int k = 0; k < kRun; ++k) x[k] = here ? x[k] + other[k] : 0.f;
-    put_strip(y, row * N + n, x, here);
+    Pack<Y, kRun> sum;
+    sum.encode({}, x);
+    put_strip(y, i, sum, here);
     const auto codes = quantize(given.twin, x, infs);
     if (here) {
-      codes.store(given.twin, row * N + n);
-      given.twin.scale[row * runs + lane] = codes.scale;
+      codes.store(given.twin, i);
+      given.twin.scale[i / kRun] = codes.scale;
     }
     const float r = inverse_deviation(row_sum(square_piece(x), lanes, turn), per, given.eps);
-    if (here && lane == 0) given.rstd[row] = r;
+    if (here && lane == 0) given.rstd[first + slot] = r;
     const float bound = BFloat16::decode(codes.scale) * E4M3::max() * r * weights.peak;
     if (!peak.misses(here ? bound : 0.f)) continue;
 #pragma unroll
@@ -166,10 +175,12 @@ void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
   const char* name = "add_rmsnorm_forward";
   const int64_t M = args.a.shape.rows(), N = args.a.shape.cols();
   check_row_not_empty(args.a, "a");
-  const Scratch found(sizeof(Found));
-  check(cudaMemsetAsync(found.as<Found>(), 0, sizeof(Found), stream()), name);
-  const Given given{Vector(args.w),         E4M3G16(args.twin), args.rstd.as<float>(),
-                    args.scale.as<float>(), found.as<Found>(),  args.eps};
+  const Given given{Vector(args.w),
+                    E4M3G16(args.twin),
+                    args.rstd.as<float>(),
+                    args.scale.as<float>(),
+                    reinterpret_cast<Found*>(counters()),
+                    args.eps};
   with("a", args.a, Views<F32, BF16>{}, [&](const auto a) {
     with("b", args.b, Views<F32, BF16>{}, [&](const auto b) {
       with("y", args.y, Views<F32, BF16>{}, [&](const auto y) {

@@ -56,20 +56,15 @@ struct Shelf {
   __device__ float4 load(int k) const { return mine[k / 4 * blockDim.x]; }
 };
 
-// The runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of memory. i is
-// the first element of the lane's run. All lanes call it; an even number of them is inside.
+// Stores the runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of
+// memory. i is the first element of the lane's run. All lanes call it; an even number of them is inside.
 template <class Y>
-__device__ inline void put_strip(const Y& y, int64_t i, const float (&x)[kRun], bool inside) {
+__device__ inline void put_strip(const Y& y, int64_t i, const Pack<Y, kRun>& pack, bool inside) {
   constexpr int kWords = sizeof(CodeOf<Y>);
   static_assert(kWords == 2 || kWords == 4);
   int word[kWords * 4];
 #pragma unroll
-  for (int k = 0; k < kWords * 4; ++k) {
-    if constexpr (kWords == 2)
-      word[k] = static_cast<int>(encode_pair<BFloat16>(x[2 * k], x[2 * k + 1]));
-    else
-      word[k] = __float_as_int(x[k]);
-  }
+  for (int k = 0; k < kWords * 4; ++k) word[k] = static_cast<int>(pack.quad[k]);
   const int odd = threadIdx.x % 2;
   int4* to = reinterpret_cast<int4*>(y.codes + i) - odd * (kWords - 1);
 #pragma unroll
@@ -143,8 +138,8 @@ __device__ inline double squares_of(const float (&a)[C]) {
 
 constexpr int kMostWarps = 16;  // of a block that joins its sums below
 
-// The sum of `mine` over the first `warps` lanes, in every lane: of lanes 0 to 15 and of lanes 16 to 31 apart. The others
-// count as zeros, also where nothing else makes a sum of negative zeros positive.
+// The sum of `mine` over the first `warps` lanes, in every lane: of lanes 0 to 15 and of lanes 16 to 31 apart. The
+// others count as zeros, also where nothing else makes a sum of negative zeros positive.
 __device__ inline double join_warps(const double* partial, int warps) {
   const int lane = threadIdx.x % kMostWarps;
   double x = (lane < warps ? partial[lane] : 0.0) + 0.0;
@@ -154,7 +149,8 @@ __device__ inline double join_warps(const double* partial, int warps) {
 }
 
 // The sum of x over the `lanes` threads of a row, in each of them. All threads of the block must call it, with `turn` 0
-// and 1 in turns: who comes early to the next sum does not write where others still read, so that one barrier is enough.
+// and 1 in turns: who comes early to the next sum does not write where others still read, so that one barrier is
+// enough.
 __device__ inline double row_sum(double x, int lanes, int turn) {
   if (lanes <= 32) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
@@ -196,8 +192,12 @@ __device__ inline void block_sums(const double (&x)[K], int turn, float (&totals
 class Peak {
  public:
   explicit __device__ Peak(uint32_t* all) : all_(all) {}
-  // Asks what the grid has found: early, since the answer takes a while.
-  __device__ void look() { known_ = *static_cast<volatile uint32_t*>(all_); }
+  // Asks what the grid has found: early, since the answer takes a while, and the 1st, 2nd, 4th, 8th .. time, since all
+  // ask at one place and what is largest changes ever more rarely.
+  __device__ void look() {
+    if ((looks_ & (looks_ - 1)) == 0) known_ = *static_cast<volatile uint32_t*>(all_);
+    ++looks_;
+  }
   // Whether anything that a lane bounds has to be computed; also with NaN for a bound.
   __device__ bool misses(float bound) const {
     return __any_sync(0xffffffffu, !(bound <= float_of(found_ > known_ ? found_ : known_)));
@@ -206,13 +206,14 @@ class Peak {
     const uint32_t largest = warp_max(range_of(x).max);
     found_ = largest > found_ ? largest : found_;
   }
-  __device__ void tell() const {
+  __device__ void tell() {
     if (threadIdx.x % 32 == 0 && found_ > known_) atomicMax(all_, found_);
+    known_ = found_ > known_ ? found_ : known_;
   }
 
  private:
   uint32_t* all_;
-  uint32_t known_ = 0, found_ = 0;
+  uint32_t known_ = 0, found_ = 0, looks_ = 1;
 };
 
 // ---- sums over rows ----
@@ -221,15 +222,18 @@ inline int64_t chunks_of(int64_t rows) { return (rows + kSumRows - 1) / kSumRows
 
 // partial [chunks, Parts, kinds, N] into one vector a kind: parts are 1, or strands to be joined; then groups of chunks
 // and, in one chain a column, the groups. A block has 32 columns; its warps add groups, and one of them the groups.
+// What the kernel before left in *found, if anything, goes to *largest, and *found becomes 0 again.
 template <int Parts>
 __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* partial, int64_t chunks, int64_t N,
-                                                                 int kinds, Vector first, Vector second) {
+                                                                 int kinds, Vector first, Vector second,
+                                                                 uint32_t* found, uint32_t* largest) {
   constexpr int kAhead = Parts == 1 ? 4 : 1, kTile = kWarps * kAhead;  // groups
   __shared__ double tile[kTile][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t width = kinds * N, n = int64_t{blockIdx.x} * 32 + lane;
   double sum = 0;
   after_previous();
+  if (largest && blockIdx.x == 0 && threadIdx.x == 0) *largest = atomicExch(found, 0u);
   for (int64_t begin = 0; begin < chunks; begin += kTile * kGroup) {
     float x[kAhead][kGroup][Parts];
 #pragma unroll
@@ -269,10 +273,10 @@ __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* pa
 }
 
 inline void sum_chunks(const char* name, const float* partial, int64_t chunks, int parts, int64_t N, int kinds,
-                       const Tensor& first, const Tensor& second) {
+                       const Tensor& first, const Tensor& second, uint32_t* found, uint32_t* largest) {
   launch_next(name, parts == 1 ? sum_chunks_kernel<1> : sum_chunks_kernel<kStrands>,
               dim3(static_cast<unsigned>((kinds * N + 31) / 32)), dim3(kWarps * 32), partial, chunks, N, kinds,
-              Vector(first), Vector(second));
+              Vector(first), Vector(second), found, largest);
 }
 
 }  // namespace coat::cuda
