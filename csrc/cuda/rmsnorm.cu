@@ -61,7 +61,11 @@ __global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A 
   Pack<A, kRun> next_a;
   Pack<B, kRun> next_b;
   const auto fetch = [&](int64_t begin) {
-    if (!inside || begin + slot >= M) return;
+    if (!inside || begin + slot >= M) {  // zeros
+      next_a = {};
+      next_b = {};
+      return;
+    }
     A from_a = a;
     B from_b = b;
     from_a.codes += begin * N;
@@ -86,7 +90,7 @@ __global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A 
     next_b.unpack(b, other);
     fetch(first + step);
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) x[k] = here ? x[k] + other[k] : 0.f;
+    for (int k = 0; k < kRun; ++k) x[k] = x[k] + other[k];
     Pack<Y, kRun> sum;
     sum.encode({}, x);
     put_strip(y, i, sum, here);
