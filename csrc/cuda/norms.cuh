@@ -15,6 +15,7 @@ struct Norm {
   Vector w, b;
   float *mean, *rstd;  // of each row
   float eps;
+  double per;  // column
 };
 
 // The numbers of one row.
@@ -38,21 +39,25 @@ struct RowNumbers {
 };
 
 // How a block holds rows in registers: C columns a thread next to each other, and D such stretches, of all threads of
-// the row each. Threads of a row at most, and of a multiprocessor.
+// the row each. Threads of a row at most, those of a multiprocessor, and the registers that leaves them.
 template <class X, class Y, bool Centred>
 struct Held {
   static constexpr bool kNarrow = std::is_same_v<X, BF16> && std::is_same_v<Y, BF16>;
   static constexpr int C = kNarrow ? 8 : 16;
   static constexpr int D = X::run != 0 && !Centred && !std::is_same_v<Y, E4M3G16> ? 2 : 1;
   static constexpr int kMost = Centred ? 384 : 512 / D;
-  static constexpr int kResident = Centred || D == 2 ? 768 : kNarrow ? 1536 : sizeof(CodeOf<X>) == 4 ? 512 : 1024;
+  static constexpr int kResident = Centred || (D == 2 && std::is_same_v<Y, Measured>) ? 768
+                                   : D == 2                                           ? 896
+                                   : kNarrow                                          ? 1536
+                                   : sizeof(CodeOf<X>) == 4                           ? 512
+                                                                                      : 1024;
+  static constexpr int kRegisters = 65536 / kResident / 8 * 8;
 };
 
 // `lanes` threads a row, the codes of the next row fetched before this one is reduced. Moves x once and y once.
 template <bool Centred, class X, class Y, class H = Held<X, Y, Centred>>
-__global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forward_kernel(X x, Norm norm, Output<Y> y,
-                                                                                         int64_t M, int64_t N,
-                                                                                         int lanes) {
+__global__ __maxnreg__((H::kRegisters)) void norm_forward_kernel(X x, Norm norm, Output<Y> y, int64_t M, int64_t N,
+                                                                 int lanes) {
   constexpr int C = H::C, D = H::D;
   constexpr bool kMeasures = std::is_same_v<Y, Measured>, kBounds = X::run != 0;
   const int lane = threadIdx.x % lanes, slot = threadIdx.x / lanes, rows = blockDim.x / lanes;
@@ -75,12 +80,11 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
   Shelf<C> weights[D], biases[D];
 #pragma unroll
   for (int d = 0; d < D; ++d) {
-    const int shelf = blockDim.x * C / 4;
+    const size_t shelf = Shelf<C>::vectors(blockDim.x);
     weights[d].fill(shared + d * shelf, norm.w, column(d), column(d) < width);
     if (Centred) biases[d].fill(shared + (D + d) * shelf, norm.b, column(d), column(d) < width);
   }
   y.open();
-  const double per = per_column(N);
   uint32_t* all = nullptr;
   if constexpr (kMeasures) all = y.max();
   Peak peak(all);
@@ -101,7 +105,7 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
     if constexpr (Centred) {
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += sum_of(v[d]);
-      middle = row_sum(counts ? sum : 0.0, lanes, 0) * per;
+      middle = row_sum(counts ? sum : 0.0, lanes, 0) * norm.per;
       numbers.m = static_cast<float>(middle);
       sum = 0;
 #pragma unroll
@@ -117,13 +121,14 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
     }
     double squares = row_sum(counts ? sum : 0.0, lanes, Centred ? 1 : turn);
     if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
-    numbers.r = inverse_deviation(squares, per, norm.eps);
+    numbers.r = inverse_deviation(squares, norm.per, norm.eps);
     const bool exists = first + slot < M;
     if (lane == 0 && exists) numbers.store(norm, first + slot);
 #pragma unroll
     for (int d = 0; d < D; ++d) {
       const bool here = column(d) < width && exists;
-      const float bound = kBounds || kMeasures ? numbers.bound(reach[d], weights[d].peak, biases[d].peak) : kInf;
+      const float bound =
+          kBounds || kMeasures ? numbers.bound(reach[d], weights[d].peak(), Centred ? biases[d].peak() : 0.f) : kInf;
       if constexpr (kMeasures) {
         if (!peak.misses(here ? bound : 0.f)) continue;
       } else {
@@ -165,7 +170,6 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
   const int lane = threadIdx.x % 32;
   const int64_t runs = runs_of(N);
   const bool whole = N % kRun == 0;
-  const double per = per_column(N);
   y.open();
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < M; row += int64_t{gridDim.x} * kWarps) {
     const auto total = [&](auto&& piece) {
@@ -180,7 +184,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
     RowNumbers<Centred> numbers;
     double middle = 0;
     if constexpr (Centred) {
-      middle = total([](const float(&v)[kRun], int) { return sum_piece(v); }) * per;
+      middle = total([](const float(&v)[kRun], int) { return sum_piece(v); }) * norm.per;
       numbers.m = static_cast<float>(middle);
     }
     double squares = total([&](float(&v)[kRun], int count) {
@@ -191,7 +195,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
       return square_piece(v);
     });
     if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
-    numbers.r = inverse_deviation(squares, per, norm.eps);
+    numbers.r = inverse_deviation(squares, norm.per, norm.eps);
     if (lane == 0) numbers.store(norm, row);
     for (int64_t run = lane; run < runs; run += 32) {
       float v[kRun];

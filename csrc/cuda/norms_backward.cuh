@@ -75,7 +75,7 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   extern __shared__ float4 shared[];
   Shelf<C> weights;
   weights.fill(shared, norm.w, n, inside);
-  float4* totals = shared + blockDim.x * C / 4 + threadIdx.x;
+  float4* totals = shared + Shelf<C>::vectors(blockDim.x) + threadIdx.x;
   if (whole)
 #pragma unroll
     for (int k = 0; k < kSums * C / 4; ++k) totals[k * blockDim.x] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -85,7 +85,6 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
     if (i < rows) numbers[i].load(norm, begin + i);
   }
   __syncthreads();
-  const double per = per_column(N);
   float strand[kSums * C] = {};
   uint32_t most = 0;
   const auto keep = [&](int64_t part, int k, const float4& sums) {
@@ -136,7 +135,7 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
     fetch(next_dy, dy, first + R);
     fetch(next_x, x, first + R);
     float means[R * kSums];
-    block_sums<C>(sums, first / R % 2, means, [&](double sum) { return static_cast<float>(sum * per); });
+    block_sums<C>(sums, first / R % 2, means, [&](double sum) { return static_cast<float>(sum * norm.per); });
     if ((first + R) % kStrandRows == 0) end_strand();
 #pragma unroll
     for (int j = 0; j < R; ++j) {
@@ -188,7 +187,6 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY d
   const int64_t runs = runs_of(N), begin = int64_t{blockIdx.x} * kStrandRows;
   const int64_t end = begin + kStrandRows < M ? begin + kStrandRows : M;
   const bool whole = N % kRun == 0;
-  const double per = per_column(N);
   uint32_t most = 0;
   float* sums = partial ? partial + int64_t{blockIdx.x} * kSums * N : nullptr;
   if (sums)
@@ -219,8 +217,8 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_backward_kernel_wide(DY d
       dot += dot_piece(g, xhat);
       if constexpr (Centred) sum += sum_piece(g);
     }
-    const float mean = static_cast<float>(block_sum(dot) * per);
-    const float mean_g = Centred ? static_cast<float>(block_sum(sum) * per) : 0.f;
+    const float mean = static_cast<float>(block_sum(dot) * norm.per);
+    const float mean_g = Centred ? static_cast<float>(block_sum(sum) * norm.per) : 0.f;
     for (int64_t run = threadIdx.x; run < runs; run += blockDim.x) {
       load(run, [](int64_t, float, float) {});
 #pragma unroll
@@ -270,8 +268,8 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
         const dim3 grid(static_cast<unsigned>(blocks));
         if (held) {
           launch(name, norm_backward_kernel<Centred, DY, X, DX, C, R>, grid, dim3(threads),
-                 Shelf<C>::bytes(threads) * (parts == 1 ? 1 + kSums : 1), dy, x, norm, dx, beside, partial, M, N,
-                 strands);
+                 Shelf<C>::bytes(threads) + (parts == 1 ? kSums * C * sizeof(float) * threads : 0), dy, x, norm, dx,
+                 beside, partial, M, N, strands);
         } else {
           launch(name, norm_backward_kernel_wide<Centred, DY, X, DX>, grid, dim3(threads), 0, dy, x, norm, dx, beside,
                  partial, M, N);

@@ -15,6 +15,7 @@ struct Given {
   float *rstd, *scale;
   Found* found;
   float eps;
+  double per;  // column
 };
 
 // The codes of a run of the twin and its values in x; infinities are counted.
@@ -77,7 +78,6 @@ __global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A 
   extern __shared__ float4 shared[];
   Shelf<kRun> weights;
   weights.fill(shared, given.w, n, inside);
-  const double per = per_column(N);
   Peak peak(&given.found->largest);
   uint32_t infs = 0;
   int turn = 0;
@@ -99,9 +99,9 @@ __global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A 
       codes.store(given.twin, i);
       given.twin.scale[i / kRun] = codes.scale;
     }
-    const float r = inverse_deviation(row_sum(square_piece(x), lanes, turn), per, given.eps);
+    const float r = inverse_deviation(row_sum(square_piece(x), lanes, turn), given.per, given.eps);
     if (here && lane == 0) given.rstd[first + slot] = r;
-    const float bound = BFloat16::decode(codes.scale) * E4M3::max() * r * weights.peak;
+    const float bound = BFloat16::decode(codes.scale) * E4M3::max() * r * weights.peak();
     if (!peak.misses(here ? bound : 0.f)) continue;
 #pragma unroll
     for (int k = 0; k < kRun; k += 4) {
@@ -123,7 +123,6 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
                                                                                   int64_t N, int) {
   const int lane = threadIdx.x % 32;
   const int64_t runs = runs_of(N);
-  const double per = per_column(N);
   Peak peak(&given.found->largest);
   uint32_t infs = 0;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < M; row += int64_t{gridDim.x} * kWarps) {
@@ -144,7 +143,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
         if (k < count) given.twin.codes[i + k] = codes.code[k];
       sum += square_piece(x);
     }
-    const float r = inverse_deviation(warp_sum(sum), per, given.eps);
+    const float r = inverse_deviation(warp_sum(sum), given.per, given.eps);
     if (lane == 0) given.rstd[row] = r;
     for (int64_t first = 0; first < runs; first += 32) {
       const int64_t run = first + lane;
@@ -165,14 +164,16 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
 
 void rmsnorm_forward(const rmsnorm_forward_args& args) {
   check_row_not_empty(args.x);
-  norm_forward<false>("rmsnorm_forward", args,
-                      Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), args.eps});
+  norm_forward<false>(
+      "rmsnorm_forward", args,
+      Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), args.eps, per_column(args.x.shape.cols())});
 }
 
 void rmsnorm_backward(const rmsnorm_backward_args& args) {
-  norm_backward<false>("rmsnorm_backward", args,
-                       Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f}, args.dw, Tensor{},
-                       args.residual, args.amax.as<uint32_t>());
+  norm_backward<false>(
+      "rmsnorm_backward", args,
+      Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f, per_column(args.x.shape.cols())},
+      args.dw, Tensor{}, args.residual, args.amax.as<uint32_t>());
 }
 
 void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {

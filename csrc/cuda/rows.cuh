@@ -37,23 +37,28 @@ struct Vector {
 constexpr int kWarps = 8;  // of a block whose warps have a row each
 
 // Count elements of a vector for each thread of the block, kept in shared memory where registers are short. A thread
-// reads only what it wrote, and lies so that neighbours meet in different banks.
+// reads only what it wrote, at one address and what follows it; an odd number of vectors from thread to thread makes
+// neighbours meet in different banks, and the last of them has room for one number more.
 template <int Count>
 struct Shelf {
-  static size_t bytes(unsigned threads) { return size_t{threads} * Count * sizeof(float); }
+  static constexpr unsigned kStride = Count / 4 + 1;
+  COAT_HD static size_t vectors(unsigned threads) { return size_t{threads} * kStride; }
+  static size_t bytes(unsigned threads) { return vectors(threads) * sizeof(float4); }
   float4* mine;
-  float peak = 0.f;  // the largest magnitude of the thread's elements, but for NaN
   __device__ void fill(float4* base, const Vector& from, int64_t n, bool inside) {
-    mine = base + threadIdx.x;
-    float x[Count] = {};
+    mine = base + threadIdx.x * kStride;
+    float x[Count] = {}, largest = 0.f;
     if (inside) from.load(n, x);
 #pragma unroll
-    for (int k = 0; k < Count; k += 4) mine[k / 4 * blockDim.x] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
+    for (int k = 0; k < Count; k += 4) mine[k / 4] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
 #pragma unroll
-    for (int k = 0; k < Count; ++k) peak = fmaxf(peak, fabsf(x[k]));
+    for (int k = 0; k < Count; ++k) largest = fmaxf(largest, fabsf(x[k]));
+    mine[Count / 4].x = largest;
   }
   // Elements k to k + 3.
-  __device__ float4 load(int k) const { return mine[k / 4 * blockDim.x]; }
+  __device__ float4 load(int k) const { return mine[k / 4]; }
+  // The largest magnitude of all, but for NaN.
+  __device__ float peak() const { return mine[Count / 4].x; }
 };
 
 // Stores the runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of
