@@ -66,6 +66,8 @@ __global__ __maxnreg__((H::kRegisters)) void norm_forward_kernel(X x, Norm norm,
   const auto column = [&](int d) { return (d * lanes + lane) * C; };
   const auto offset = [&](int d) { return static_cast<uint32_t>(slot * width + column(d)); };  // in the block's rows
   int64_t first = int64_t{blockIdx.x} * rows;
+  let_next_begin();
+  after_previous();
   Pack<X, C> next[D];
   const auto fetch = [&](int64_t begin) {
     X from = x;
@@ -266,9 +268,9 @@ void norm_forward(const char* name, const Args& args, const Norm& norm) {
       using H = Held<X, Y, Centred>;
       if (N % kRun == 0 && N <= H::kMost * H::C * H::D) {
         const Sharing sharing((N / H::C + H::D - 1) / H::D);
-        launch(name, norm_forward_kernel<Centred, X, Y>, sharing.grid(M, H::kResident), dim3(sharing.threads),
-               Shelf<H::C>::bytes(sharing.threads) * H::D * (Centred ? 2 : 1), x, norm, y, M, N,
-               static_cast<int>(sharing.lanes));
+        launch_next_shared(name, norm_forward_kernel<Centred, X, Y>, sharing.grid(M, H::kResident),
+                           dim3(sharing.threads), Shelf<H::C>::bytes(sharing.threads) * H::D * (Centred ? 2 : 1), x,
+                           norm, y, M, N, static_cast<int>(sharing.lanes));
       } else {
         launch(name, norm_forward_kernel_wide<Centred, X, Y>, dim3(blocks_for(M, kWarps, 8)), dim3(kWarps * 32), 0, x,
                norm, y, M, N, 0);

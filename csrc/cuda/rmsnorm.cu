@@ -59,6 +59,8 @@ __global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A 
   const bool inside = n < N;
   const uint32_t offset = static_cast<uint32_t>(slot * static_cast<int>(N) + n);  // in the block's rows
   int64_t first = int64_t{blockIdx.x} * rows;
+  let_next_begin();
+  after_previous();
   Pack<A, kRun> next_a;
   Pack<B, kRun> next_b;
   const auto fetch = [&](int64_t begin) {
@@ -195,9 +197,10 @@ void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
         // without rows there is still a scale
         if (N % 32 == 0 && N <= kAddMost * kRun) {
           const Sharing sharing(N / kRun);
-          launch(name, add_rmsnorm_forward_kernel<A, B, Y>, dim3(std::max(1u, sharing.grid(M, kAddResident<A, B>).x)),
-                 dim3(sharing.threads), Shelf<kRun>::bytes(sharing.threads), a, b, y, given, M, N,
-                 static_cast<int>(sharing.lanes));
+          launch_next_shared(name, add_rmsnorm_forward_kernel<A, B, Y>,
+                             dim3(std::max(1u, sharing.grid(M, kAddResident<A, B>).x)), dim3(sharing.threads),
+                             Shelf<kRun>::bytes(sharing.threads), a, b, y, given, M, N,
+                             static_cast<int>(sharing.lanes));
         } else {
           launch(name, add_rmsnorm_forward_kernel_wide<A, B, Y>, dim3(std::max(1u, blocks_for(M, kWarps, 2))),
                  dim3(kWarps * 32), 0, a, b, y, given, M, N, 0);
