@@ -46,8 +46,8 @@ __global__ __launch_bounds__(512, 1) void norm_backward_kernel(DY dy, X x, Norm 
   let_next_begin();
   const int64_t begin = int64_t{blockIdx.x} * strands * kStrandRows, left = M - begin;
   const int most_rows = strands * kStrandRows, rows = static_cast<int>(left < most_rows ? left : most_rows);
-  const uint32_t width = static_cast<uint32_t>(N),
-                 n = threadIdx.x * C;  // of the at most 128 * 8192 elements of a block
+  // offsets among the rows of the block are short: it has at most 128 * 8192 elements
+  const uint32_t width = static_cast<uint32_t>(N), n = threadIdx.x * C;
   const bool inside = n < width, whole = strands == kStrands, pairs = C == kRun && width % (2 * kRun) == 0;
   const bool adds = !Centred && beside.residual.codes, measures = !Centred && beside.largest;  // only rmsnorm does
   dy.codes += begin * N;
