@@ -15,6 +15,7 @@ struct Norm {
   Vector w, b;
   float *mean, *rstd;  // of each row
   float eps;
+  double per;  // column
 };
 
 // The numbers of one row.
@@ -38,51 +39,60 @@ struct RowNumbers {
 };
 
 // How a block holds rows in registers: C columns a thread next to each other, and D such stretches, of all threads of
-// the row each. Threads of a row at most, and of a multiprocessor.
+// the row each. Threads of a row at most, those of a multiprocessor, and the registers that leaves them.
 template <class X, class Y, bool Centred>
 struct Held {
   static constexpr bool kNarrow = std::is_same_v<X, BF16> && std::is_same_v<Y, BF16>;
   static constexpr int C = kNarrow ? 8 : 16;
   static constexpr int D = X::run != 0 && !Centred && !std::is_same_v<Y, E4M3G16> ? 2 : 1;
   static constexpr int kMost = Centred ? 384 : 512 / D;
-  static constexpr int kResident = Centred || D == 2 ? 768 : kNarrow ? 1536 : sizeof(CodeOf<X>) == 4 ? 512 : 1024;
+  static constexpr int kResident = Centred || (D == 2 && std::is_same_v<Y, Measured>) ? 768
+                                   : D == 2                                           ? 896
+                                   : kNarrow                                          ? 1536
+                                   : sizeof(CodeOf<X>) == 4                           ? 512
+                                                                                      : 1024;
+  static constexpr int kRegisters = 65536 / kResident / 8 * 8;
 };
 
 // `lanes` threads a row, the codes of the next row fetched before this one is reduced. Moves x once and y once.
 template <bool Centred, class X, class Y, class H = Held<X, Y, Centred>>
-__global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forward_kernel(X x, Norm norm, Output<Y> y,
-                                                                                         int64_t M, int64_t N,
-                                                                                         int lanes) {
+__global__ __maxnreg__((H::kRegisters)) void norm_forward_kernel(X x, Norm norm, Output<Y> y, int64_t M, int64_t N,
+                                                                 int lanes) {
   constexpr int C = H::C, D = H::D;
   constexpr bool kMeasures = std::is_same_v<Y, Measured>, kBounds = X::run != 0;
-  const int lane = threadIdx.x % lanes, rows = blockDim.x / lanes;
+  const int lane = threadIdx.x % lanes, slot = threadIdx.x / lanes, rows = blockDim.x / lanes;
   const int64_t step = int64_t{gridDim.x} * rows;
-  const int runs = static_cast<int>(N / kRun);
-  int64_t row = int64_t{blockIdx.x} * rows + threadIdx.x / lanes;
   const int width = static_cast<int>(N);
   const auto column = [&](int d) { return (d * lanes + lane) * C; };
+  const auto offset = [&](int d) { return static_cast<uint32_t>(slot * width + column(d)); };  // in the block's rows
+  int64_t first = int64_t{blockIdx.x} * rows;
+  let_next_begin();
+  after_previous();
   Pack<X, C> next[D];
-  const auto fetch = [&](int64_t from) {
+  const auto fetch = [&](int64_t begin) {
+    X from = x;
+    from.codes += begin * N;
+    if constexpr (X::run != 0) from.scale += begin * (N / kRun);
 #pragma unroll
     for (int d = 0; d < D; ++d)
-      if (column(d) < width && from < M) next[d].fetch(x, from * N + column(d), from * runs + column(d) / kRun);
+      if (column(d) < width && begin + slot < M) next[d].fetch(from, offset(d), offset(d) / kRun);
   };
-  fetch(row);
+  fetch(first);
   extern __shared__ float4 shared[];
   Shelf<C> weights[D], biases[D];
 #pragma unroll
   for (int d = 0; d < D; ++d) {
-    const int shelf = blockDim.x * C / 4;
+    const size_t shelf = Shelf<C>::vectors(blockDim.x);
     weights[d].fill(shared + d * shelf, norm.w, column(d), column(d) < width);
     if (Centred) biases[d].fill(shared + (D + d) * shelf, norm.b, column(d), column(d) < width);
   }
   y.open();
-  const double per = per_column(N);
   uint32_t* all = nullptr;
   if constexpr (kMeasures) all = y.max();
   Peak peak(all);
   const bool counts = C == 16 || threadIdx.x % 2 == 0;  // one thread a piece
-  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step) {
+  int turn = 0;
+  for (; first < M; first += step, turn ^= 1) {
     if constexpr (kMeasures) peak.look();
     float v[D][C], reach[D];
 #pragma unroll
@@ -91,13 +101,13 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
       reach[d] = kInf;
       if constexpr (kBounds) reach[d] = abs_(BFloat16::decode(next[d].scale)) * CodeOf<X>::max();
     }
-    fetch(row + step);
+    fetch(first + step);
     RowNumbers<Centred> numbers;
     double sum = 0, middle = 0;
     if constexpr (Centred) {
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += sum_of(v[d]);
-      middle = row_sum(counts ? sum : 0.0, lanes, [&](double all) { return all * per; });
+      middle = row_sum(counts ? sum : 0.0, lanes, 0) * norm.per;
       numbers.m = static_cast<float>(middle);
       sum = 0;
 #pragma unroll
@@ -111,16 +121,16 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
 #pragma unroll
       for (int d = 0; d < D; ++d) sum += squares_of(v[d]);
     }
-    numbers.r = row_sum(counts ? sum : 0.0, lanes, [&](double squares) {
-      if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
-      return inverse_deviation(squares, per, norm.eps);
-    });
-    if (lane == 0 && row < M) numbers.store(norm, row);
+    double squares = row_sum(counts ? sum : 0.0, lanes, Centred ? 1 : turn);
+    if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
+    numbers.r = inverse_deviation(squares, norm.per, norm.eps);
+    const bool exists = first + slot < M;
+    if (lane == 0 && exists) numbers.store(norm, first + slot);
 #pragma unroll
     for (int d = 0; d < D; ++d) {
-      const int n = column(d);
-      const bool here = n < width && row < M;
-      const float bound = kBounds || kMeasures ? numbers.bound(reach[d], weights[d].peak, biases[d].peak) : kInf;
+      const bool here = column(d) < width && exists;
+      const float bound =
+          kBounds || kMeasures ? numbers.bound(reach[d], weights[d].peak(), Centred ? biases[d].peak() : 0.f) : kInf;
       if constexpr (kMeasures) {
         if (!peak.misses(here ? bound : 0.f)) continue;
       } else {
@@ -141,13 +151,13 @@ __global__ __launch_bounds__(H::kMost, H::kResident / H::kMost) void norm_forwar
         peak.tell();
       } else if constexpr (C == 8) {
         Pack<Y, C> pack;
-        pack.put(y.view(), row * N + n, {}, v[d]);
+        pack.put(y.view(), first * N + offset(d), {}, v[d]);
       } else {
-        const int64_t b = row * runs + n / kRun;
+        const uint64_t i = static_cast<uint64_t>(first * N) + offset(d);
         if (kBounds && bound < kInf)
-          y.put_finite(b * kRun, b, v[d]);
+          y.put_finite(i, i / kRun, v[d]);
         else
-          y.put(b * kRun, b, v[d]);
+          y.put(i, i / kRun, v[d]);
       }
     }
   }
@@ -162,7 +172,6 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
   const int lane = threadIdx.x % 32;
   const int64_t runs = runs_of(N);
   const bool whole = N % kRun == 0;
-  const double per = per_column(N);
   y.open();
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < M; row += int64_t{gridDim.x} * kWarps) {
     const auto total = [&](auto&& piece) {
@@ -177,7 +186,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
     RowNumbers<Centred> numbers;
     double middle = 0;
     if constexpr (Centred) {
-      middle = total([](const float(&v)[kRun], int) { return sum_piece(v); }) * per;
+      middle = total([](const float(&v)[kRun], int) { return sum_piece(v); }) * norm.per;
       numbers.m = static_cast<float>(middle);
     }
     double squares = total([&](float(&v)[kRun], int count) {
@@ -188,7 +197,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void norm_forward_kernel_wide(X x, 
       return square_piece(v);
     });
     if constexpr (Centred) squares = spread_about(squares, middle, numbers.m, N);
-    numbers.r = inverse_deviation(squares, per, norm.eps);
+    numbers.r = inverse_deviation(squares, norm.per, norm.eps);
     if (lane == 0) numbers.store(norm, row);
     for (int64_t run = lane; run < runs; run += 32) {
       float v[kRun];
@@ -259,9 +268,12 @@ void norm_forward(const char* name, const Args& args, const Norm& norm) {
       using H = Held<X, Y, Centred>;
       if (N % kRun == 0 && N <= H::kMost * H::C * H::D) {
         const Sharing sharing((N / H::C + H::D - 1) / H::D);
-        launch(name, norm_forward_kernel<Centred, X, Y>, sharing.grid(M, H::kResident), dim3(sharing.threads),
-               Shelf<H::C>::bytes(sharing.threads) * H::D * (Centred ? 2 : 1), x, norm, y, M, N,
-               static_cast<int>(sharing.lanes));
+        const auto start = [&](auto... all) {  // after the memset before a measurement there is no kernel to overlap
+          std::is_same_v<Y, Measured> ? launch(name, all...) : launch_next_shared(name, all...);
+        };
+        start(norm_forward_kernel<Centred, X, Y>, sharing.grid(M, H::kResident), dim3(sharing.threads),
+              Shelf<H::C>::bytes(sharing.threads) * H::D * (Centred ? 2 : 1), x, norm, y, M, N,
+              static_cast<int>(sharing.lanes));
       } else {
         launch(name, norm_forward_kernel_wide<Centred, X, Y>, dim3(blocks_for(M, kWarps, 8)), dim3(kWarps * 32), 0, x,
                norm, y, M, N, 0);

@@ -5,7 +5,7 @@
 namespace coat::cuda {
 namespace {
 
-// What the blocks of add_rmsnorm_forward share, and what they give.
+// What the blocks of add_rmsnorm_forward share, zeros before and after, and what they give.
 struct Found {
   uint32_t largest, blocks;
 };
@@ -15,6 +15,7 @@ struct Given {
   float *rstd, *scale;
   Found* found;
   float eps;
+  double per;  // column
 };
 
 // The codes of a run of the twin and its values in x; infinities are counted.
@@ -37,58 +38,72 @@ __device__ inline void finish(const Given& given, uint32_t infs) {
   }
   if (threadIdx.x != 0) return;
   __threadfence();
-  if (atomicAdd(&given.found->blocks, 1u) == gridDim.x - 1)
-    *given.scale = scale_for<E4M3>(Range{atomicMax(&given.found->largest, 0u), 0});
+  if (atomicInc(&given.found->blocks, gridDim.x - 1) == gridDim.x - 1)
+    *given.scale = scale_for<E4M3>(Range{atomicExch(&given.found->largest, 0u), 0});
 }
 
-constexpr int kAddMost = 512;  // threads a row at most
+constexpr int kAddMost = 512;  // threads a row at most; those of a multiprocessor, and the registers that leaves them
 template <class A, class B>
 constexpr int kAddResident = sizeof(CodeOf<A>) + sizeof(CodeOf<B>) > 4 ? 512 : 768;
+template <class A, class B>
+constexpr int kAddRegisters = 65536 / kAddResident<A, B> / 8 * 8;
 
 // `lanes` threads a row, a run each, the codes of the next row fetched before this one is reduced: y and the twin, the
 // squares of the twin's values, then the largest |twin * rstd * w|, which few runs can be. N is a multiple of 32. Moves
 // a, b, y and the twin once.
 template <class A, class B, class Y>
-__global__ __launch_bounds__(kAddMost, kAddResident<A, B> /
-                                           kAddMost) void add_rmsnorm_forward_kernel(A a, B b, Y y, Given given,
-                                                                                     int64_t M, int64_t N, int lanes) {
-  const int lane = threadIdx.x % lanes, rows = blockDim.x / lanes, n = lane * kRun, runs = static_cast<int>(N / kRun);
+__global__ __maxnreg__((kAddRegisters<A, B>)) void add_rmsnorm_forward_kernel(A a, B b, Y y, Given given, int64_t M,
+                                                                              int64_t N, int lanes) {
+  const int lane = threadIdx.x % lanes, slot = threadIdx.x / lanes, rows = blockDim.x / lanes, n = lane * kRun;
   const int64_t step = int64_t{gridDim.x} * rows;
-  const bool inside = lane < runs;
-  int64_t row = int64_t{blockIdx.x} * rows + threadIdx.x / lanes;
+  const bool inside = n < N;
+  const uint32_t offset = static_cast<uint32_t>(slot * static_cast<int>(N) + n);  // in the block's rows
+  int64_t first = int64_t{blockIdx.x} * rows;
+  let_next_begin();
+  after_previous();
   Pack<A, kRun> next_a;
   Pack<B, kRun> next_b;
-  const auto fetch = [&](int64_t from) {
-    if (!inside || from >= M) return;
-    next_a.fetch(a, from * N + n, 0);
-    next_b.fetch(b, from * N + n, 0);
+  const auto fetch = [&](int64_t begin) {
+    if (!inside || begin + slot >= M) {  // zeros
+      next_a = {};
+      next_b = {};
+      return;
+    }
+    A from_a = a;
+    B from_b = b;
+    from_a.codes += begin * N;
+    from_b.codes += begin * N;
+    next_a.fetch(from_a, offset, 0);
+    next_b.fetch(from_b, offset, 0);
   };
-  fetch(row);
+  fetch(first);
   extern __shared__ float4 shared[];
   Shelf<kRun> weights;
   weights.fill(shared, given.w, n, inside);
-  const double per = per_column(N);
   Peak peak(&given.found->largest);
   uint32_t infs = 0;
-  for (int64_t first = int64_t{blockIdx.x} * rows; first < M; first += step, row += step) {
+  int turn = 0;
+  for (; first < M; first += step, turn ^= 1) {
     peak.look();
-    const bool here = inside && row < M;
+    const bool here = inside && first + slot < M;
+    const uint64_t i = static_cast<uint64_t>(first * N) + offset;
     float x[kRun], other[kRun];
     next_a.unpack(a, x);
     next_b.unpack(b, other);
-    fetch(row + step);
+    fetch(first + step);
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) x[k] = here ? x[k] + other[k] : 0.f;
-    put_strip(y, row * N + n, x, here);
+    for (int k = 0; k < kRun; ++k) x[k] = x[k] + other[k];
+    Pack<Y, kRun> sum;
+    sum.encode({}, x);
+    put_strip(y, i, sum, here);
     const auto codes = quantize(given.twin, x, infs);
     if (here) {
-      codes.store(given.twin, row * N + n);
-      given.twin.scale[row * runs + lane] = codes.scale;
+      codes.store(given.twin, i);
+      given.twin.scale[i / kRun] = codes.scale;
     }
-    const float r =
-        row_sum(square_piece(x), lanes, [&](double squares) { return inverse_deviation(squares, per, given.eps); });
-    if (here && lane == 0) given.rstd[row] = r;
-    const float bound = BFloat16::decode(codes.scale) * E4M3::max() * r * weights.peak;
+    const float r = inverse_deviation(row_sum(square_piece(x), lanes, turn), given.per, given.eps);
+    if (here && lane == 0) given.rstd[first + slot] = r;
+    const float bound = BFloat16::decode(codes.scale) * E4M3::max() * r * weights.peak();
     if (!peak.misses(here ? bound : 0.f)) continue;
 #pragma unroll
     for (int k = 0; k < kRun; k += 4) {
@@ -110,7 +125,6 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
                                                                                   int64_t N, int) {
   const int lane = threadIdx.x % 32;
   const int64_t runs = runs_of(N);
-  const double per = per_column(N);
   Peak peak(&given.found->largest);
   uint32_t infs = 0;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < M; row += int64_t{gridDim.x} * kWarps) {
@@ -131,7 +145,7 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
         if (k < count) given.twin.codes[i + k] = codes.code[k];
       sum += square_piece(x);
     }
-    const float r = inverse_deviation(warp_sum(sum), per, given.eps);
+    const float r = inverse_deviation(warp_sum(sum), given.per, given.eps);
     if (lane == 0) given.rstd[row] = r;
     for (int64_t first = 0; first < runs; first += 32) {
       const int64_t run = first + lane;
@@ -152,24 +166,28 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
 
 void rmsnorm_forward(const rmsnorm_forward_args& args) {
   check_row_not_empty(args.x);
-  norm_forward<false>("rmsnorm_forward", args,
-                      Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), args.eps});
+  norm_forward<false>(
+      "rmsnorm_forward", args,
+      Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), args.eps, per_column(args.x.shape.cols())});
 }
 
 void rmsnorm_backward(const rmsnorm_backward_args& args) {
-  norm_backward<false>("rmsnorm_backward", args,
-                       Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f}, args.dw, Tensor{},
-                       args.residual, args.amax.as<uint32_t>());
+  norm_backward<false>(
+      "rmsnorm_backward", args,
+      Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f, per_column(args.x.shape.cols())},
+      args.dw, Tensor{}, args.residual, args.amax.as<uint32_t>());
 }
 
 void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
   const char* name = "add_rmsnorm_forward";
   const int64_t M = args.a.shape.rows(), N = args.a.shape.cols();
   check_row_not_empty(args.a, "a");
-  const Scratch found(sizeof(Found));
-  check(cudaMemsetAsync(found.as<Found>(), 0, sizeof(Found), stream()), name);
-  const Given given{Vector(args.w),         E4M3G16(args.twin), args.rstd.as<float>(),
-                    args.scale.as<float>(), found.as<Found>(),  args.eps};
+  const Given given{Vector(args.w),
+                    E4M3G16(args.twin),
+                    args.rstd.as<float>(),
+                    args.scale.as<float>(),
+                    reinterpret_cast<Found*>(counters()),
+                    args.eps};
   with("a", args.a, Views<F32, BF16>{}, [&](const auto a) {
     with("b", args.b, Views<F32, BF16>{}, [&](const auto b) {
       with("y", args.y, Views<F32, BF16>{}, [&](const auto y) {
@@ -179,9 +197,10 @@ void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
         // without rows there is still a scale
         if (N % 32 == 0 && N <= kAddMost * kRun) {
           const Sharing sharing(N / kRun);
-          launch(name, add_rmsnorm_forward_kernel<A, B, Y>, dim3(std::max(1u, sharing.grid(M, kAddResident<A, B>).x)),
-                 dim3(sharing.threads), Shelf<kRun>::bytes(sharing.threads), a, b, y, given, M, N,
-                 static_cast<int>(sharing.lanes));
+          launch_next_shared(name, add_rmsnorm_forward_kernel<A, B, Y>,
+                             dim3(std::max(1u, sharing.grid(M, kAddResident<A, B>).x)), dim3(sharing.threads),
+                             Shelf<kRun>::bytes(sharing.threads), a, b, y, given, M, N,
+                             static_cast<int>(sharing.lanes));
         } else {
           launch(name, add_rmsnorm_forward_kernel_wide<A, B, Y>, dim3(std::max(1u, blocks_for(M, kWarps, 2))),
                  dim3(kWarps * 32), 0, a, b, y, given, M, N, 0);

@@ -37,39 +37,39 @@ struct Vector {
 constexpr int kWarps = 8;  // of a block whose warps have a row each
 
 // Count elements of a vector for each thread of the block, kept in shared memory where registers are short. A thread
-// reads only what it wrote, and lies so that neighbours meet in different banks.
+// reads only what it wrote, at one address and what follows it; an odd number of vectors from thread to thread makes
+// neighbours meet in different banks, and the last of them has room for one number more.
 template <int Count>
 struct Shelf {
-  static size_t bytes(unsigned threads) { return size_t{threads} * Count * sizeof(float); }
+  static constexpr unsigned kStride = Count / 4 + 1;
+  COAT_HD static size_t vectors(unsigned threads) { return size_t{threads} * kStride; }
+  static size_t bytes(unsigned threads) { return vectors(threads) * sizeof(float4); }
   float4* mine;
-  float peak = 0.f;  // the largest magnitude of the thread's elements, but for NaN
   __device__ void fill(float4* base, const Vector& from, int64_t n, bool inside) {
-    mine = base + threadIdx.x;
-    float x[Count] = {};
+    mine = base + threadIdx.x * kStride;
+    float x[Count] = {}, largest = 0.f;
     if (inside) from.load(n, x);
 #pragma unroll
-    for (int k = 0; k < Count; k += 4) mine[k / 4 * blockDim.x] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
+    for (int k = 0; k < Count; k += 4) mine[k / 4] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
 #pragma unroll
-    for (int k = 0; k < Count; ++k) peak = fmaxf(peak, fabsf(x[k]));
+    for (int k = 0; k < Count; ++k) largest = fmaxf(largest, fabsf(x[k]));
+    mine[Count / 4].x = largest;
   }
   // Elements k to k + 3.
-  __device__ float4 load(int k) const { return mine[k / 4 * blockDim.x]; }
+  __device__ float4 load(int k) const { return mine[k / 4]; }
+  // The largest magnitude of all, but for NaN.
+  __device__ float peak() const { return mine[Count / 4].x; }
 };
 
-// The runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of memory. i is
-// the first element of the lane's run. All lanes call it; an even number of them is inside.
+// Stores the runs of a warp in f32 or bf16: neighbours trade halves, so that every access fills whole sectors of
+// memory. i is the first element of the lane's run. All lanes call it; an even number of them is inside.
 template <class Y>
-__device__ inline void put_strip(const Y& y, int64_t i, const float (&x)[kRun], bool inside) {
+__device__ inline void put_strip(const Y& y, int64_t i, const Pack<Y, kRun>& pack, bool inside) {
   constexpr int kWords = sizeof(CodeOf<Y>);
   static_assert(kWords == 2 || kWords == 4);
   int word[kWords * 4];
 #pragma unroll
-  for (int k = 0; k < kWords * 4; ++k) {
-    if constexpr (kWords == 2)
-      word[k] = static_cast<int>(encode_pair<BFloat16>(x[2 * k], x[2 * k + 1]));
-    else
-      word[k] = __float_as_int(x[k]);
-  }
+  for (int k = 0; k < kWords * 4; ++k) word[k] = static_cast<int>(pack.quad[k]);
   const int odd = threadIdx.x % 2;
   int4* to = reinterpret_cast<int4*>(y.codes + i) - odd * (kWords - 1);
 #pragma unroll
@@ -141,52 +141,55 @@ __device__ inline double squares_of(const float (&a)[C]) {
   }
 }
 
-// finish(sum of x over the `lanes` threads of a row), in each of them. One warp finishes for the block. All threads of
-// the block must call it.
-template <class Finish>
-__device__ inline auto row_sum(double x, int lanes, Finish&& finish) {
-  using Result = decltype(finish(x));
-  if (lanes <= 32) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    return finish(x);
-  }
-  __shared__ double partial[32];
-  __shared__ Result result;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  x = warp_sum(x);
-  if (lane == 0) partial[warp] = x;
-  __syncthreads();
-  if (warp == 0) {
-    const Result finished = finish(warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0));
-    if (lane == 0) result = finished;
-  }
-  __syncthreads();
-  return result;
+constexpr int kMostWarps = 16;  // of a block that joins its sums below
+
+// The sum of `mine` over the first `warps` lanes, in every lane: of lanes 0 to 15 and of lanes 16 to 31 apart. The
+// others count as zeros, also where nothing else makes a sum of negative zeros positive.
+__device__ inline double join_warps(const double* partial, int warps) {
+  const int lane = threadIdx.x % kMostWarps;
+  double x = (lane < warps ? partial[lane] : 0.0) + 0.0;
+#pragma unroll
+  for (int offset = kMostWarps / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
 }
 
-// Sums over the block of K values, which come as sums over pieces of C columns: totals[v] = finish(sum), in shared
-// memory until the next call. The threads of a piece divide the values among them.
+// The sum of x over the `lanes` threads of a row, in each of them. All threads of the block must call it, with `turn` 0
+// and 1 in turns: who comes early to the next sum does not write where others still read, so that one barrier is
+// enough.
+__device__ inline double row_sum(double x, int lanes, int turn) {
+  if (lanes <= 32) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+  }
+  __shared__ double partial[2][kMostWarps];
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = x;
+  __syncthreads();
+  return join_warps(partial[turn], blockDim.x / 32);
+}
+
+// Sums over the block of K values, which come as sums over pieces of C columns: totals[v] = finish(sum), in every
+// thread. The threads of a piece divide the values among them, and so do the halves of a warp. `turn` as in row_sum.
 template <int C, int K, class Finish>
-__device__ inline const float* block_sums(const double (&x)[K], Finish&& finish) {
+__device__ inline void block_sums(const double (&x)[K], int turn, float (&totals)[K], Finish&& finish) {
   constexpr int kSharers = kPiece / C, kOwn = K / kSharers;
-  static_assert(kSharers <= 2 && kOwn >= 1);
-  __shared__ double partial[K][32];
-  __shared__ float totals[K];
+  static_assert(kSharers <= 2 && kOwn >= 1 && (K == 1 || K % 2 == 0));
+  __shared__ double partial[2][K][kMostWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
   for (int v = 0; v < kOwn; ++v) {
     double mine = kSharers == 2 && lane % 2 == 1 ? x[v * kSharers + kSharers - 1] : x[v * kSharers];
 #pragma unroll
     for (int offset = 16; offset >= kSharers; offset /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
-    if (lane < kSharers) partial[v * kSharers + lane][warp] = mine;
+    if (lane < kSharers) partial[turn][v * kSharers + lane][warp] = mine;
   }
   __syncthreads();
-  for (int v = warp; v < K; v += warps) {
-    const float finished = finish(warp_sum(lane < warps ? partial[v][lane] : 0.0));
-    if (lane == 0) totals[v] = finished;
+#pragma unroll
+  for (int v = 0; v < K; v += 2) {
+    const float total = finish(join_warps(partial[turn][K == 1 ? 0 : v + lane / kMostWarps], warps));
+    totals[v] = K == 1 ? total : __shfl_sync(0xffffffffu, total, 0);
+    if constexpr (K > 1) totals[v + 1] = __shfl_sync(0xffffffffu, total, kMostWarps);
   }
-  __syncthreads();
-  return totals;
 }
 
 // The largest finite magnitude of all elements, as bits in *all. A run with a bound that is not above what the grid has
@@ -194,8 +197,12 @@ __device__ inline const float* block_sums(const double (&x)[K], Finish&& finish)
 class Peak {
  public:
   explicit __device__ Peak(uint32_t* all) : all_(all) {}
-  // Asks what the grid has found: early, since the answer takes a while.
-  __device__ void look() { known_ = *static_cast<volatile uint32_t*>(all_); }
+  // Asks what the grid has found: early, since the answer takes a while, and the 1st, 2nd, 4th, 8th .. time, since all
+  // ask at one place and what is largest changes ever more rarely.
+  __device__ void look() {
+    if ((looks_ & (looks_ - 1)) == 0) known_ = *static_cast<volatile uint32_t*>(all_);
+    ++looks_;
+  }
   // Whether anything that a lane bounds has to be computed; also with NaN for a bound.
   __device__ bool misses(float bound) const {
     return __any_sync(0xffffffffu, !(bound <= float_of(found_ > known_ ? found_ : known_)));
@@ -204,13 +211,14 @@ class Peak {
     const uint32_t largest = warp_max(range_of(x).max);
     found_ = largest > found_ ? largest : found_;
   }
-  __device__ void tell() const {
+  __device__ void tell() {
     if (threadIdx.x % 32 == 0 && found_ > known_) atomicMax(all_, found_);
+    known_ = found_ > known_ ? found_ : known_;
   }
 
  private:
   uint32_t* all_;
-  uint32_t known_ = 0, found_ = 0;
+  uint32_t known_ = 0, found_ = 0, looks_ = 1;
 };
 
 // ---- sums over rows ----
@@ -219,15 +227,18 @@ inline int64_t chunks_of(int64_t rows) { return (rows + kSumRows - 1) / kSumRows
 
 // partial [chunks, Parts, kinds, N] into one vector a kind: parts are 1, or strands to be joined; then groups of chunks
 // and, in one chain a column, the groups. A block has 32 columns; its warps add groups, and one of them the groups.
+// What the kernel before left in *found, if anything, goes to *largest, and *found becomes 0 again.
 template <int Parts>
 __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* partial, int64_t chunks, int64_t N,
-                                                                 int kinds, Vector first, Vector second) {
+                                                                 int kinds, Vector first, Vector second,
+                                                                 uint32_t* found, uint32_t* largest) {
   constexpr int kAhead = Parts == 1 ? 4 : 1, kTile = kWarps * kAhead;  // groups
   __shared__ double tile[kTile][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t width = kinds * N, n = int64_t{blockIdx.x} * 32 + lane;
   double sum = 0;
   after_previous();
+  if (largest && blockIdx.x == 0 && threadIdx.x == 0) *largest = atomicExch(found, 0u);
   for (int64_t begin = 0; begin < chunks; begin += kTile * kGroup) {
     float x[kAhead][kGroup][Parts];
 #pragma unroll
@@ -267,10 +278,10 @@ __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* pa
 }
 
 inline void sum_chunks(const char* name, const float* partial, int64_t chunks, int parts, int64_t N, int kinds,
-                       const Tensor& first, const Tensor& second) {
+                       const Tensor& first, const Tensor& second, uint32_t* found, uint32_t* largest) {
   launch_next(name, parts == 1 ? sum_chunks_kernel<1> : sum_chunks_kernel<kStrands>,
               dim3(static_cast<unsigned>((kinds * N + 31) / 32)), dim3(kWarps * 32), partial, chunks, N, kinds,
-              Vector(first), Vector(second));
+              Vector(first), Vector(second), found, largest);
 }
 
 }  // namespace coat::cuda

@@ -53,6 +53,10 @@ struct Pack {
     }
   }
   __device__ void put(const View& view, int64_t i, typename View::Sealed sealed, const float (&x)[Count]) {
+    encode(sealed, x);
+    store(view, i);
+  }
+  __device__ void encode(typename View::Sealed sealed, const float (&x)[Count]) {
 #pragma unroll
     for (int k = 0; k < Count; k += 2) {
       if constexpr (std::is_same_v<Code, Float32>)
@@ -62,7 +66,6 @@ struct Pack {
       else
         pair[k / 2] = encode_pair<Code>(x[k] * sealed.inverse, x[k + 1] * sealed.inverse);
     }
-    store(view, i);
   }
   __device__ void store(const View& view, int64_t i) const {
     Word* to = reinterpret_cast<Word*>(view.codes + i);
