@@ -106,37 +106,46 @@ __device__ inline void do_together(bool asked, int64_t row, int64_t run, Use&& u
 // The bits of the largest finite value over [rows, runs], merged into *max, by bounds: bound(row, run, known) is no
 // less than any finite value of the run, or anything below `known` if that is, and runs that cannot matter are not
 // computed. value(range, row, col) adds those of one element. A warp computes the few runs that can matter together,
-// the most promising first; where many remain, every lane its own. Here a run is `Runs` of the format. blockDim.x is
+// the most promising first; where many remain, every lane its own. Here a run is `Runs` of the format; many have a
+// quick bound, bound(row, run, Inf), that does not branch, so that several are fetched at once. blockDim.x is
 // kSearchThreads.
-constexpr int kSearchThreads = 256, kSearchAhead = 4, kSearchRounds = 4, kSearchMany = 8;
+constexpr int kSearchThreads = 256, kSearchRounds = 4, kSearchMany = 8;
 // A bound may be the formula at the largest argument of the run: in coded runs other arguments are whole codes away, in
 // f32 they can lie so near that a rounding puts their value above by a hair.
 template <class X>
 constexpr float kBoundSlack = std::is_same_v<X, F32> ? 1.f + 0x1p-20f : 1.f;
 constexpr float kNearSlack = 1.f + 0x1p-16f;  // for a formula of Near
+template <int Elements, class Value>
+__device__ inline uint32_t largest_of_run(int from, int64_t row, int64_t run, Value&& value) {  // of lane `from`
+  Range range;
+  const int64_t its_row = __shfl_sync(0xffffffffu, row, from), its_run = __shfl_sync(0xffffffffu, run, from);
+  for (int k = threadIdx.x % 32; k < Elements; k += 32) value(range, its_row, its_run * Elements + k);
+  return warp_max(range.max);
+}
 template <int Runs = 1, class Bound, class Value>
 __device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, Bound&& bound, Value&& value) {
   constexpr uint32_t kAll = 0xffffffffu;
-  constexpr int kElements = Runs * kRun;
+  constexpr int kElements = Runs * kRun, kAhead = Runs > 1 ? 2 : 4;
   __shared__ uint32_t best;
   if (threadIdx.x == 0) best = atomicMax(max, 0u);
   __syncthreads();
   const int lane = threadIdx.x % 32;
   Walk at(rows, runs);
   while (__any_sync(kAll, at.more())) {
-    int64_t row[kSearchAhead], run[kSearchAhead];
-    uint32_t most[kSearchAhead];
+    int64_t row[kAhead], run[kAhead];
+    uint32_t most[kAhead];
     const uint32_t before = __shfl_sync(kAll, lane == 0 ? atomicMax(&best, 0u) : 0u, 0);
     uint32_t known = before;
 #pragma unroll
-    for (int u = 0; u < kSearchAhead; ++u) {
+    for (int u = 0; u < kAhead; ++u) {
       row[u] = at.row, run[u] = at.run;
       // bits order like the values; a bound of NaN stands above all
-      most[u] = at.more() ? bits_of(bound(at.row, at.run, float_of(known))) : 0u;
+      most[u] = at.more() ? bits_of(bound(at.row, at.run, Runs > 1 ? kInf : float_of(known))) : 0u;
       at.next();
     }
 #pragma unroll
-    for (int u = 0; u < kSearchAhead; ++u) {
+    for (int u = 0; u < kAhead; ++u) {
+      if (Runs > 1 && most[u] > known) most[u] = bits_of(bound(row[u], run[u], float_of(known)));
       for (int round = 0;; ++round) {
         const uint32_t asking = __ballot_sync(kAll, most[u] > known);
         if (asking == 0) break;
@@ -150,8 +159,7 @@ __device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, B
         } else {
           const uint32_t top = warp_max(most[u] > known ? most[u] : 0u);
           const int from = __ffs(static_cast<int>(__ballot_sync(kAll, most[u] == top))) - 1;
-          const int64_t its_row = __shfl_sync(kAll, row[u], from), its_run = __shfl_sync(kAll, run[u], from);
-          for (int k = lane; k < kElements; k += 32) value(range, its_row, its_run * kElements + k);
+          range.max = largest_of_run<kElements>(from, row[u], run[u], value);
           if (lane == from) most[u] = 0;
         }
         known = ::max(known, warp_max(range.max));
@@ -161,6 +169,23 @@ __device__ inline void find_largest(uint32_t* max, int64_t rows, int64_t runs, B
   }
   __syncthreads();
   if (threadIdx.x == 0) atomicMax(max, best);
+}
+
+// A first look, for find_largest to begin with, at one run in kSeedStep along all rows and columns: a warp computes the
+// run with the largest of its bounds.
+constexpr int kSeedStep = 8;
+template <int Runs = 1, class Bound, class Value>
+__device__ inline void find_seed(uint32_t* max, int64_t rows, int64_t runs, Bound&& bound, Value&& value) {
+  uint32_t most = 0;
+  int64_t row = 0, run = 0;
+  for (Walk at((rows + kSeedStep - 1) / kSeedStep, runs); at.more(); at.next()) {
+    const int64_t its_row = ::min(at.row * kSeedStep + at.run / 2 % kSeedStep, rows - 1);  // two: a sector of scales
+    const uint32_t its_most = bits_of(bound(its_row, at.run, kInf));
+    if (its_most > most) most = its_most, row = its_row, run = at.run;
+  }
+  const int from = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, most == warp_max(most)))) - 1;
+  const uint32_t found = block_max(largest_of_run<Runs * kRun>(from, row, run, value));
+  if (threadIdx.x == 0) atomicMax(max, found);
 }
 
 }  // namespace coat::cuda
