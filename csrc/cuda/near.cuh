@@ -26,13 +26,20 @@ __device__ inline float load_one(const X& x, int64_t i, int64_t b) {
 
 // A bound for the magnitudes of a run: by its scale, else by looking at all of them, NaN aside.
 template <class View>
-__device__ inline float reach_of(const Pack<View, kRun>& pack, const float (&x)[kRun]) {
+__device__ inline float reach_of(const Pack<View, kRun>& pack) {
   float reach = 0.f;
   if constexpr (View::run != 0) {
     reach = abs_(BFloat16::decode(pack.scale)) * CodeOf<View>::max();
+  } else if constexpr (std::is_same_v<View, BF16>) {
+    __nv_bfloat162 most = __habs2(reinterpret_cast<const __nv_bfloat162&>(pack.pair[0]));
+#pragma unroll
+    for (int k = 1; k < kRun / 2; ++k)
+      most = __hmax2(most, __habs2(reinterpret_cast<const __nv_bfloat162&>(pack.pair[k])));
+    const float2 two = decode_pair<BFloat16>(reinterpret_cast<const uint32_t&>(most));
+    reach = fmaxf(fmaxf(reach, two.x), two.y);
   } else {
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) reach = fmaxf(reach, abs_(x[k]));
+    for (int k = 0; k < kRun; ++k) reach = fmaxf(reach, abs_(pack.code[k].code));
   }
   return reach;
 }
@@ -40,21 +47,22 @@ __device__ inline float reach_of(const Pack<View, kRun>& pack, const float (&x)[
 template <class View>
 __device__ inline float reach_of(const View& view, int64_t i, int64_t b) {
   Pack<View, kRun> pack;
-  float x[kRun];
-  if constexpr (View::run != 0) {
+  if constexpr (View::run != 0)
     pack.scale = view.scale[b];
-  } else {
+  else
     pack.fetch(view, i, b);
-    pack.unpack(view, x);
-  }
-  return reach_of(pack, x);
+  return reach_of(pack);
 }
-// The smallest of a run, or less.
-__device__ inline float lowest_of(float reach, float limit, const float (&x)[kRun]) {
+// The smallest of a run, NaN aside, or less.
+template <class View>
+__device__ inline float lowest_of(const Pack<View, kRun>& pack, float reach, float limit) {
   if (reach < -limit) return -reach;
   float lowest = kInf;
 #pragma unroll
-  for (int k = 0; k < kRun; ++k) lowest = fminf(lowest, x[k]);
+  for (int k = 0; k < kRun; k += 2) {
+    const float2 two = pack.two(k);
+    lowest = fminf(lowest, fminf(two.x * pack.unit(), two.y * pack.unit()));
+  }
   return lowest;
 }
 
@@ -65,16 +73,17 @@ __device__ inline uint32_t smallest_of(float a, float b) { return min(2 * bits_o
 template <class Y>
 constexpr bool kHasNear = std::is_same_v<Y, BF16> || Y::format().scaling == Scaling::tensor;
 
-// Codes of two values in units of the scale, given the ends of what each can be. Not 0 if the ends have other codes.
-template <class Code, class Pair>
-__device__ inline uint32_t encode_near(const float (&low)[2], const float (&high)[2], Pair& codes) {
-  codes = encode_pair<Code>(high[0], high[1]);
-  return codes ^ encode_pair<Code>(low[0], low[1]);
-}
-// The ends of what x can be, the one nearer to zero first; a zero that is exact keeps its sign.
-__device__ inline void spread(float x, float error, float& low, float& high) {
-  low = float_of(bits_of(abs_(x) - error) ^ (bits_of(x) & 0x80000000u));
-  high = copysign_(abs_(x) + error, x);
+// Codes of four values in units of the scale, given the ends of what each can be. Not 0 if the ends have other codes.
+template <class Code>
+__device__ inline uint32_t encode_near(const float (&low)[4], const float (&high)[4], uint32_t* codes) {
+  if constexpr (sizeof(Code) == 1) {
+    codes[0] = encode_four<Code>(high[0], high[1], high[2], high[3]);
+    return codes[0] ^ encode_four<Code>(low[0], low[1], low[2], low[3]);
+  } else {
+    codes[0] = encode_pair<Code>(high[0], high[1]);
+    codes[1] = encode_pair<Code>(high[2], high[3]);
+    return (codes[0] ^ encode_pair<Code>(low[0], low[1])) | (codes[1] ^ encode_pair<Code>(low[2], low[3]));
+  }
 }
 // 16 values that come with an error relative to themselves, not yet in units of the scale; returns whether all codes
 // are certain.
@@ -83,9 +92,13 @@ __device__ inline bool encode_near(Pack<Y, kRun>& pack, const float (&x)[kRun], 
   const float less = inverse - inverse * error, more = fma_(inverse, error, inverse);
   uint32_t differ = 0, least = ~0u;
 #pragma unroll
-  for (int k = 0; k < kRun; k += 2) {
-    differ |= encode_near<CodeOf<Y>>({x[k] * less, x[k + 1] * less}, {x[k] * more, x[k + 1] * more}, pack.pair[k / 2]);
-    if constexpr (std::is_same_v<Y, BF16>) least = min(least, smallest_of(x[k], x[k + 1]));
+  for (int k = 0; k < kRun; k += 4) {
+    float low[4], high[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) low[j] = x[k + j] * less, high[j] = x[k + j] * more;
+    differ |= encode_near<CodeOf<Y>>(low, high, pack.quad + k * sizeof(CodeOf<Y>) / 4);
+    if constexpr (std::is_same_v<Y, BF16>)
+      least = min(least, min(smallest_of(x[k], x[k + 1]), smallest_of(x[k + 2], x[k + 3])));
   }
   return differ == 0 && least >= kSmallest;
 }

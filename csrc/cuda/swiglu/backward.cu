@@ -1,4 +1,6 @@
 // The gradient of swiglu on the device, with the transposes that the products of a layer read.
+#include <cuda_pipeline.h>
+
 #include <optional>
 
 #include "swiglu.cuh"
@@ -76,27 +78,74 @@ __global__ __launch_bounds__(kThreads) void swiglu_backward_kernel_bound(E4M3G16
 
 // Tiles of kTileRows rows and kTileCols columns of dy, a thread 16 columns of a row. The codes of dx go out as they are
 // and, of the first `Turned` of gates, ups and products, through shared memory into the transposes, twin [2F, M] and
-// product [F, M]: there a word holds four columns of a row, and a thread turns four words of four rows. Turned is 0, 2
-// or 3; if it is not 0, M is a multiple of 4.
-constexpr int kTileRows = 128, kTileCols = 64, kTileWords = kTileCols / 4, kTileThreads = kTileRows * kTileCols / kRun;
+// product [F, M]: there a thread turns 16 columns of four rows. Turned is 0, 2 or 3; if it is not 0, M is a multiple
+// of 4.
+constexpr int kTileRows = 128, kTileCols = 64, kTileRuns = kTileCols / kRun, kTileThreads = kTileRows * kTileRuns;
 struct Tile {
-  uint32_t word[kTileRows * kTileWords];
-  // Four rows of a column group lie 32 words apart: spread over the banks.
-  static __device__ int place(int row, int group) { return row * kTileWords + (group ^ (row / 4 % kTileWords)); }
-  __device__ void put(int row, int col, const uint32_t (&codes)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) word[place(row, col / 4 + k)] = codes[k];
-  }
+  int4 run[kTileThreads];
+  // Eight threads that put runs of two rows fill the banks once, so do eight that take runs of 32 rows.
+  static __device__ int place(int row, int run) { return (row * kTileRuns + (run ^ (row / 8 % 4))) ^ (row & 4); }
   __device__ void put_one(int row, int col, uint8_t code) {
-    reinterpret_cast<uint8_t*>(word)[place(row, col / 4) * 4 + col % 4] = code;
+    reinterpret_cast<uint8_t*>(run + place(row, col / kRun))[col % kRun] = code;
   }
-  // Rows row to row + 3 of columns 4 group to 4 group + 3, a word a column.
-  __device__ void turn(int row, int group, uint32_t (&column)[4]) const {
+  // Rows row to row + 3 of a run into its columns, lines of length M of which `to` is in the first.
+  __device__ void turn(int row, int at, uint8_t* to, int64_t M) const {
+    union {
+      int4 codes[4];
+      uint32_t word[4][4];
+    } rows;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) column[j] = word[place(row + j, group)];
-    turn_bytes(column[0], column[1], column[2], column[3]);
+    for (int j = 0; j < 4; ++j) rows.codes[j] = run[place(row + j, at)];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      uint32_t column[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) column[j] = rows.word[j][w];
+      turn_bytes(column[0], column[1], column[2], column[3]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c, to += M) *reinterpret_cast<uint32_t*>(to) = column[c];
+    }
   }
 };
+
+// What the threads of a tile read next, on its way while they compute. The threads of a row share the fetches of theirs
+// in pieces of 16 bytes, neighbours neighbouring pieces; all lie in one warp.
+template <class View>
+struct Ahead {
+  static constexpr int kPieces = sizeof(CodeOf<View>), kEach = 16 / kPieces;  // of a thread, elements of a piece
+  int4 piece[kTileThreads * kPieces];
+  static __device__ int place(int p) {  // spread over the banks for those who put and those who take
+    const int row = threadIdx.x / kTileRuns;
+    return row * kTileRuns * kPieces + (kPieces == 1 ? p : p ^ row % 2 * 5);
+  }
+  // The first `cols` columns of the row that begins at `from`.
+  __device__ void fetch(const CodeOf<View>* from, int64_t cols) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int p = threadIdx.x % kTileRuns + i * kTileRuns;
+      if (p * kEach < cols) __pipeline_memcpy_async(piece + place(p), from + p * kEach, 16);
+    }
+  }
+  __device__ void take(Pack<View, kRun>& pack) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) pack.word[i] = piece[place(threadIdx.x % kTileRuns * kPieces + i)];
+  }
+};
+template <int Turned, class DY, class X>
+struct TileMemory {
+  Ahead<DY> dy;
+  Ahead<X> gate, up;
+  Tile tile[Turned > 0 ? 2 : 1]
+           [Turned > 0 ? Turned : 1];  // gates, ups, products; those of the last tile leave meanwhile
+};
+
+// The ends of four products, in units of what they are to be encoded in.
+__device__ inline void ends_of(const float (&x)[4], float less, float more, float (&low)[4], float (&high)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) low[j] = x[j] * less, high[j] = x[j] * more;
+}
+// Limits within which no magnitude on the way is lost that a code would show, scales being as is_near_scale() allows.
+constexpr float kLargestFactor = 0x1p30f, kLargestGradient = 0x1p60f;
 
 template <int Turned, class DY, class X>
 __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 3
@@ -104,107 +153,135 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
                                                : 2) void swiglu_backward_kernel_near(DY dy, Halves<X> x,
                                                                                      Output<E5M2T> dx, E5M2T twin,
                                                                                      Output<E4M3T> product, int64_t M) {
-  __shared__ Tile tile[Turned > 0 ? Turned : 1];  // gates, ups, products
-  const int64_t F = x.F, across = (F + kTileCols - 1) / kTileCols, tiles = (M + kTileRows - 1) / kTileRows * across;
-  const int tile_row = threadIdx.x / (kTileCols / kRun), tile_col = threadIdx.x % (kTileCols / kRun) * kRun;
+  extern __shared__ int4 memory[];
+  auto& shared = *reinterpret_cast<TileMemory<Turned, DY, X>*>(memory);
+  const int64_t F = x.F, across = (F + kTileCols - 1) / kTileCols;
+  const int tile_row = threadIdx.x / kTileRuns, tile_col = threadIdx.x % kTileRuns * kRun;
   dx.open();
   const float inverse = dx.inverse();
   if (Turned > 2) product.open();
   if (Turned > 0 && blockIdx.x == 0 && threadIdx.x == 0) twin.seal_as(dx.scale());
-  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const int64_t first_row = t / across * kTileRows, first_col = t % across * kTileCols;
-    const int64_t row = first_row + tile_row, run = (first_col + tile_col) / kRun;
-    const bool here = row < M && run < F / kRun;
+  const bool scaled = is_near_scale(inverse) && (Turned <= 2 || is_near_scale(product.inverse()));
+  const float widest = fmaxf(1.f, inverse * 0x1p-40f);
+  int64_t next_row = blockIdx.x / across * kTileRows, next_col = blockIdx.x % across * kTileCols;
+  const int64_t step_rows = gridDim.x / across * kTileRows, step_cols = gridDim.x % across * kTileCols;
+  uint16_t next_scale[2] = {};
+  const auto fetch = [&] {
+    const int64_t row = next_row + tile_row, left = F - next_col;
+    if (row < M) {
+      shared.dy.fetch(dy.codes + row * F + next_col, left);
+      const auto* gates = x.x.codes + row * 2 * F + next_col;
+      shared.gate.fetch(gates, left);
+      shared.up.fetch(gates + F, left);
+      if (X::run != 0 && tile_col < left) x.fetch_scales(row, (next_col + tile_col) / kRun, next_scale);
+    }
+    __pipeline_commit();
+  };
+  fetch();
+  for (int odd = 0; next_row < M; odd ^= 1) {
+    const int64_t first_row = next_row, first_col = next_col, row = first_row + tile_row, col = first_col + tile_col;
+    const bool here = row < M && col < F;
+    Pack<DY, kRun> pack_dy;
+    Pack<X, kRun> gates, ups;
+    __pipeline_wait_prior(0);
+    __syncwarp();
+    if (here) {
+      shared.dy.take(pack_dy);
+      shared.gate.take(gates);
+      shared.up.take(ups);
+    }
+    gates.scale = next_scale[0], ups.scale = next_scale[1];
+    __syncwarp();
+    next_row += step_rows;
+    next_col += step_cols;
+    if (next_col >= F) {
+      next_col -= across * kTileCols;
+      next_row += kTileRows;
+    }
+    fetch();
+    auto& tile = shared.tile[Turned > 0 ? odd : 0];
     bool certain = true;
     if (here) {
-      Pack<DY, kRun> pack_dy;
-      Pack<X, kRun> pack_gate, pack_up;
-      pack_dy.fetch(dy, row * F + run * kRun, 0);
-      x.fetch(row, run, pack_gate, pack_up);
-      float g[kRun], gate[kRun], up[kRun];
-      pack_dy.unpack(dy, g);
-      pack_gate.unpack(x.x, gate);
-      pack_up.unpack(x.x, up);
-      const float reach = reach_of(pack_dy, g), reach_gate = reach_of(pack_gate, gate),
-                  reach_up = reach_of(pack_up, up);
-      certain = is_near_scale(inverse) && lowest_of(reach_gate, kLowestGate, gate) > kLowestGate &&
-                reach * fmaxf(reach_gate, reach_up) < kLargestProduct && reach_gate < kLargestProduct;
-      if (Turned > 2) certain = certain && is_near_scale(product.inverse()) && reach_gate * reach_up < kLargestProduct;
+      const float unit_gate = gates.unit(), reach_gate = reach_of(gates);
+      const float reach = fmaxf(reach_gate, reach_of(ups));
+      certain = scaled && reach < kLargestFactor && reach_of(pack_dy) * fmaxf(reach, widest) < kLargestGradient;
+      certain = certain && lowest_of(gates, reach_gate, kLowestGate) > kLowestGate;
+      // The ends of silu' are s times a sum with ends; what is the same for the whole run is multiplied here. In these
+      // factors the unit of the ups stands for that of all products with them.
+      const float error = fma_(reach_gate, kNearError, kNearError), less = 1.f - error, more = 1.f + error;
+      const float by_gate = inverse * ups.unit(), by_product = product.inverse() * ups.unit();
       Pack<E5M2T, kRun> codes_gate, codes_up;
-      Pack<E4M3T, 4> codes_product;
-      {
-        const float less = inverse - inverse * kNearError, more = fma_(inverse, kNearError, inverse);
-        uint32_t differ = 0;
+      Pack<E4M3T, kRun> codes_product;
+      uint32_t differ = 0;
 #pragma unroll
-        for (int k = 0; k < kRun; k += 2) {
-          float low_gate[2], high_gate[2], low_up[2], high_up[2], low_product[2], high_product[2];
+      for (int k = 0; k < kRun; k += 4) {
+        float low_gate[4], high_gate[4], up[4], made[4], low[4], high[4];
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float dgate, dup;
-            const float s = swiglu_gradient<Near>(gate[k + j], up[k + j], g[k + j], dgate, dup);
-            // so near to its root even the sign of silu' is open, which a product of 0 would hide
-            if constexpr (std::is_same_v<X, F32>) certain = certain && !(abs_(gate[k + j] - kRoot) < 8e-6f);
-            const float error = abs_(g[k + j] * up[k + j]) * fma_(abs_(gate[k + j]), s, s) * (inverse * kNearError);
-            spread(dgate * inverse, error, low_gate[j], high_gate[j]);
-            low_up[j] = dup * less;
-            high_up[j] = dup * more;
-            if constexpr (Turned > 2) {
-              const float y = s * gate[k + j] * up[k + j] * product.inverse();
-              low_product[j] = y * (1.f - kNearError);
-              high_product[j] = y * (1.f + kNearError);
-            }
-          }
-          differ |= encode_near<E5M2>(low_gate, high_gate, codes_gate.pair[k / 2]);
-          differ |= encode_near<E5M2>(low_up, high_up, codes_up.pair[k / 2]);
-          if constexpr (Turned > 2) {  // at once into the tile, to save registers; what is uncertain is put again
-            differ |= encode_near<E4M3>(low_product, high_product, codes_product.pair[k / 2 % 2]);
-            if (k % 4 == 2) tile[2].word[Tile::place(tile_row, (tile_col + k) / 4)] = codes_product.quad[0];
-          }
+        for (int j = 0; j < 4; ++j) {
+          const auto at = [&](float2 two) { return j % 2 == 0 ? two.x : two.y; };
+          const float g = at(pack_dy.two(k + j / 2 * 2)), of_up = at(ups.two(k + j / 2 * 2));
+          const float gate = at(gates.two(k + j / 2 * 2)) * unit_gate;
+          const float s = sigmoid_<Near>(gate), silu = s * gate, rest = 1.f - s;
+          const float factor = g * of_up * (s * by_gate);
+          low_gate[j] = factor * fma_(gate, rest, less);
+          high_gate[j] = factor * fma_(gate, rest, more);
+          up[j] = g * silu;
+          made[j] = silu * of_up;
         }
-        certain = certain && differ == 0;
+        differ |= encode_near<E5M2>(low_gate, high_gate, codes_gate.quad + k / 4);
+        ends_of(up, inverse * (1.f - kNearError), inverse * (1.f + kNearError), low, high);
+        differ |= encode_near<E5M2>(low, high, codes_up.quad + k / 4);
+        if constexpr (Turned > 2) {
+          ends_of(made, by_product * (1.f - kNearError), by_product * (1.f + kNearError), low, high);
+          differ |= encode_near<E4M3>(low, high, codes_product.quad + k / 4);
+        }
       }
+      certain = certain && differ == 0;
       if (certain) {
-        const int64_t i = row * 2 * F + run * kRun;
+        const int64_t i = row * 2 * F + col;
         dx.put_codes(i, codes_gate);
         dx.put_codes(i + F, codes_up);
         if constexpr (Turned > 0) {
-          tile[0].put(tile_row, tile_col, codes_gate.quad);
-          tile[1].put(tile_row, tile_col, codes_up.quad);
+          const int at = Tile::place(tile_row, threadIdx.x % kTileRuns);
+          tile[0].run[at] = codes_gate.word[0];
+          tile[1].run[at] = codes_up.word[0];
+          if constexpr (Turned > 2) tile[2].run[at] = codes_product.word[0];
         }
       }
     }
-    if (Turned > 2) __syncwarp();
-    do_together(!certain, row, run, [&](int64_t its_row, int64_t col) {
+    do_together(!certain, row, col / kRun, [&](int64_t its_row, int64_t its_col) {
       float gate, up, value[2];
-      x.load(its_row, col, gate, up);
-      swiglu_gradient(gate, up, dy.load(its_row * F + col, {}), value[0], value[1]);
-      const int at_row = static_cast<int>(its_row - first_row), at_col = static_cast<int>(col - first_col);
+      x.load(its_row, its_col, gate, up);
+      swiglu_gradient(gate, up, dy.load(its_row * F + its_col, {}), value[0], value[1]);
+      const int at_row = static_cast<int>(its_row - first_row), at_col = static_cast<int>(its_col - first_col);
       for (int half = 0; half < 2; ++half) {
-        const uint8_t code = dx.put_one(its_row * 2 * F + half * F + col, value[half]);
+        const uint8_t code = dx.put_one(its_row * 2 * F + half * F + its_col, value[half]);
         if constexpr (Turned > 0) tile[half].put_one(at_row, at_col, code);
       }
-      if constexpr (Turned > 2) tile[2].put_one(at_row, at_col, product.put_one(col * M + its_row, swiglu(gate, up)));
+      if constexpr (Turned > 2)
+        tile[2].put_one(at_row, at_col, product.put_one(its_col * M + its_row, swiglu(gate, up)));
     });
     if constexpr (Turned > 0) {
       __syncthreads();
-      const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-      const int64_t m = first_row + 4 * lane, n = first_col + 4 * group;
-      static_assert(kTileThreads / 32 == kTileWords && kTileRows == 4 * 32);
-#pragma unroll
-      for (int part = 0; part < Turned; ++part) {
-        uint32_t column[4];
-        tile[part].turn(4 * lane, group, column);
-        if (m < M && n < F) {
-          uint8_t* to = part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code;
-#pragma unroll
-          for (int c = 0; c < 4; ++c) *reinterpret_cast<uint32_t*>(to + (n + c) * M + m) = column[c];
-        }
-      }
-      __syncthreads();
+      const int task = threadIdx.x / 32, part = task / kTileRuns, run = task % kTileRuns;
+      static_assert(kTileRows == 4 * 32 && 3 * kTileRuns <= kTileThreads / 32);
+      const int64_t m = first_row + threadIdx.x % 32 * 4, n = first_col + run * kRun;
+      if (part < Turned && m < M && n < F)
+        tile[part].turn(threadIdx.x % 32 * 4, run,
+                        (part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code) + n * M + m, M);
     }
   }
   dx.close();
   if (Turned > 2) product.close();
+}
+
+template <int Turned, class DY, class X>
+void launch_near(const DY& dy, const Halves<X>& x, const Output<E5M2T>& dx, const swiglu_backward_args& args,
+                 int64_t M) {
+  const int64_t tiles = (M + kTileRows - 1) / kTileRows * ((x.F + kTileCols - 1) / kTileCols);
+  launch("swiglu_backward", swiglu_backward_kernel_near<Turned, DY, X>, dim3(blocks_for(tiles, 1, 2)),
+         dim3(kTileThreads), sizeof(TileMemory<Turned, DY, X>), dy, x, dx, E5M2T(Turned > 0 ? args.twin : args.dx),
+         Output<E4M3T>(E4M3T(Turned > 2 ? args.product : args.dx), args.scale.as<float>()), M);
 }
 
 template <class DY, class X>
@@ -259,15 +336,10 @@ void swiglu_backward(const swiglu_backward_args& args) {
             return launch(name, swiglu_backward_kernel_search<DY, X>, grid, dim3(kSearchThreads), 0, dy, halves,
                           dx.max(), M);
         } else if constexpr (std::is_same_v<DX, E5M2T>) {
-          const int64_t tiles = (M + kTileRows - 1) / kTileRows * ((F + kTileCols - 1) / kTileCols);
           if (F % kRun == 0)
-            return launch(name,
-                          !fused         ? swiglu_backward_kernel_near<0, DY, X>
-                          : args.product ? swiglu_backward_kernel_near<3, DY, X>
-                                         : swiglu_backward_kernel_near<2, DY, X>,
-                          dim3(blocks_for(tiles, 1, 2)), dim3(kTileThreads), 0, dy, halves, dx,
-                          E5M2T(fused ? args.twin : args.dx),
-                          Output<E4M3T>(E4M3T(args.product ? args.product : args.dx), args.scale.as<float>()), M);
+            return (!fused         ? launch_near<0, DY, X>
+                    : args.product ? launch_near<3, DY, X>
+                                   : launch_near<2, DY, X>)(dy, halves, dx, args, M);
         } else {
           if (F % kRun == 0)
             return launch(name, swiglu_backward_kernel<true, DY, X, DX>, grid, dim3(kThreads), 0, dy, x, dx, M, F);

@@ -38,8 +38,8 @@ __global__ __launch_bounds__(kThreads, sizeof(CodeOf<X>) == 1 ? 4 : 2) void swig
     float v[kRun], up[kRun];
     next_gate.unpack(x.x, v);
     next_up.unpack(x.x, up);
-    const float reach_gate = reach_of(next_gate, v), reach_up = reach_of(next_up, up);
-    bool certain = is_near_scale(inverse) && lowest_of(reach_gate, kLowestGate, v) > kLowestGate &&
+    const float reach_gate = reach_of(next_gate), reach_up = reach_of(next_up);
+    bool certain = is_near_scale(inverse) && lowest_of(next_gate, reach_gate, kLowestGate) > kLowestGate &&
                    reach_gate * reach_up < kLargestProduct;
     at.next();
     if (at.more()) x.fetch(at.row, at.run, next_gate, next_up);

@@ -8,7 +8,6 @@ namespace coat::cuda {
 constexpr unsigned kThreads = 256;
 constexpr float kLowestGate = -86.f, kLargestProduct = 0x1p100f;  // within them nothing overflows or flushes
 constexpr float kMostBelow = 0.2785f, kSteepest = 2.3994f;        // largest |silu(x)| for x < 0; where silu' is largest
-constexpr float kRoot = -1.27846454f;                             // of silu'
 
 // 16 columns of half 0, the gates, or 1, the ups, of x: those of run at.run of y.
 template <bool Whole, class X>
@@ -28,6 +27,13 @@ struct Halves {
     const int64_t runs = F / kRun, i = row * 2 * F + run * kRun, b = row * 2 * runs + run;
     gate.fetch(x, i, b);
     up.fetch(x, i + F, b + runs);
+  }
+  __device__ void fetch_scales(int64_t row, int64_t run, uint16_t (&of_both)[2]) const {
+    if constexpr (X::run != 0) {
+      const auto* from = x.scale + row * 2 * (F / kRun) + run;
+      of_both[0] = from[0];
+      of_both[1] = from[F / kRun];
+    }
   }
   __device__ void reach(int64_t row, int64_t run, float& gate, float& up) const {
     const int64_t runs = F / kRun, i = row * 2 * F + run * kRun, b = row * 2 * runs + run;
