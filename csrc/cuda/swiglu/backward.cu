@@ -1,8 +1,7 @@
 // The gradient of swiglu on the device, with the transposes that the products of a layer read.
-#include <cuda_pipeline.h>
-
 #include <optional>
 
+#include "../hopper.cuh"
 #include "swiglu.cuh"
 
 namespace coat::cuda {
@@ -78,32 +77,46 @@ __global__ __launch_bounds__(kThreads) void swiglu_backward_kernel_bound(E4M3G16
 
 // Tiles of kTileRows rows and kTileCols columns of dy, a thread 16 columns of a row. The codes of dx go out as they are
 // and, of the first `Turned` of gates, ups and products, through shared memory into the transposes, twin [2F, M] and
-// product [F, M]: there a thread turns 16 columns of four rows. Turned is 0, 2 or 3; if it is not 0, M is a multiple
+// product [F, M]: there a thread turns 16 rows of four columns. Turned is 0, 2 or 3; if it is not 0, M is a multiple
 // of 4.
 constexpr int kTileRows = 128, kTileCols = 64, kTileRuns = kTileCols / kRun, kTileThreads = kTileRows * kTileRuns;
 struct Tile {
   int4 run[kTileThreads];
-  // Eight threads that put runs of two rows fill the banks once, so do eight that take runs of 32 rows.
-  static __device__ int place(int row, int run) { return (row * kTileRuns + (run ^ (row / 8 % 4))) ^ (row & 4); }
+  // Eight threads that put the runs of two rows fill the banks once, and so does a warp that takes words of rows 16
+  // apart.
+  static __device__ int place(int row, int run) { return (row * kTileRuns + (run ^ (row / 16 % 4))) ^ (row / 64 * 4); }
   __device__ void put_one(int row, int col, uint8_t code) {
     reinterpret_cast<uint8_t*>(run + place(row, col / kRun))[col % kRun] = code;
   }
-  // Rows row to row + 3 of a run into its columns, lines of length M of which `to` is in the first.
-  __device__ void turn(int row, int at, uint8_t* to, int64_t M) const {
+  // 16 rows, of which `row` is the first and a multiple of 16, of columns 4 word to 4 word + 3 of a run, into lines of
+  // length M: `to` is the start in the first. `left` rows exist.
+  __device__ void turn(int row, int at, int word, uint8_t* to, int64_t M, int64_t left) const {
+    const int first = place(row, at);
+    const auto* even_rows = reinterpret_cast<const uint32_t*>(run + first) + word;
+    const auto* odd_rows = reinterpret_cast<const uint32_t*>(run + (first ^ kTileRuns)) + word;
     union {
-      int4 codes[4];
-      uint32_t word[4][4];
-    } rows;
+      int4 codes;
+      uint32_t four[4];
+    } column[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) rows.codes[j] = run[place(row + j, at)];
+    for (int r = 0; r < 4; ++r) {
+      uint32_t four[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      uint32_t column[4];
+      for (int j = 0; j < 4; ++j)
+        four[j] = (j % 2 == 0 ? even_rows : odd_rows)[(r * 4 + j / 2 * 2) * kTileRuns * 4];
+      turn_bytes(four[0], four[1], four[2], four[3]);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) column[j] = rows.word[j][w];
-      turn_bytes(column[0], column[1], column[2], column[3]);
+      for (int c = 0; c < 4; ++c) column[c].four[r] = four[c];
+    }
 #pragma unroll
-      for (int c = 0; c < 4; ++c, to += M) *reinterpret_cast<uint32_t*>(to) = column[c];
+    for (int c = 0; c < 4; ++c, to += M) {
+      if (M % 16 == 0) {
+        *reinterpret_cast<int4*>(to) = column[c].codes;
+      } else {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+          if (r * 4 < left) reinterpret_cast<uint32_t*>(to)[r] = column[c].four[r];
+      }
     }
   }
 };
@@ -116,19 +129,19 @@ struct Ahead {
   int4 piece[kTileThreads * kPieces];
   static __device__ int place(int p) {  // spread over the banks for those who put and those who take
     const int row = threadIdx.x / kTileRuns;
-    return row * kTileRuns * kPieces + (kPieces == 1 ? p : p ^ row % 2 * 5);
+    return row * kTileRuns * kPieces ^ (kPieces == 1 ? 0 : row % 2 * 5) ^ p;
   }
-  // The first `cols` columns of the row that begins at `from`.
-  __device__ void fetch(const CodeOf<View>* from, int64_t cols) {
+  // Of the row of this thread, whose first `cols` columns exist. `from` is the first piece of this thread.
+  __device__ void fetch(const CodeOf<View>* from, int cols) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int p = threadIdx.x % kTileRuns + i * kTileRuns;
-      if (p * kEach < cols) __pipeline_memcpy_async(piece + place(p), from + p * kEach, 16);
+      if (p * kEach < cols) fetch_piece(shared_address(piece + (place(threadIdx.x % kTileRuns) ^ i * kTileRuns)), from + i * kTileRuns * kEach);
     }
   }
   __device__ void take(Pack<View, kRun>& pack) const {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) pack.word[i] = piece[place(threadIdx.x % kTileRuns * kPieces + i)];
+    for (int i = 0; i < kPieces; ++i) pack.word[i] = piece[place(threadIdx.x % kTileRuns * kPieces) ^ i];
   }
 };
 template <int Turned, class DY, class X>
@@ -165,39 +178,50 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
   const float widest = fmaxf(1.f, inverse * 0x1p-40f);
   int64_t next_row = blockIdx.x / across * kTileRows, next_col = blockIdx.x % across * kTileCols;
   const int64_t step_rows = gridDim.x / across * kTileRows, step_cols = gridDim.x % across * kTileCols;
+  const int own = threadIdx.x % kTileRuns;
+  // The run of this thread in dx and x, and the first piece of dy that it fetches: where they lie, and the way to the
+  // next tile, also from the end of a row of tiles.
+  int64_t next = (next_row + tile_row) * 2 * F + next_col + tile_col;
+  int64_t next_dy = (next_row + tile_row) * F + next_col + own * Ahead<DY>::kEach;
+  const int64_t step = step_rows * 2 * F + step_cols, turned_step = step + kTileRows * 2 * F - across * kTileCols;
+  const int64_t step_dy = step_rows * F + step_cols, turned_step_dy = step_dy + kTileRows * F - across * kTileCols;
+  bool next_here;
+  int next_width;
   uint16_t next_scale[2] = {};
   const auto fetch = [&] {
-    const int64_t row = next_row + tile_row, left = F - next_col;
-    if (row < M) {
-      shared.dy.fetch(dy.codes + row * F + next_col, left);
-      const auto* gates = x.x.codes + row * 2 * F + next_col;
-      shared.gate.fetch(gates, left);
-      shared.up.fetch(gates + F, left);
-      if (X::run != 0 && tile_col < left) x.fetch_scales(row, (next_col + tile_col) / kRun, next_scale);
-    }
-    __pipeline_commit();
+    const bool exists = next_row + tile_row < M;
+    next_width = static_cast<int>(::min(F - next_col, int64_t{kTileCols}));
+    next_here = exists && tile_col < next_width;
+    if (!exists) return;
+    const auto* from = x.x.codes + next + (own * Ahead<X>::kEach - tile_col);
+    shared.dy.fetch(dy.codes + next_dy, next_width);
+    shared.gate.fetch(from, next_width);
+    shared.up.fetch(from + F, next_width);
+    if (X::run != 0 && next_here) x.fetch_scales(next, next_scale);
   };
   fetch();
   for (int odd = 0; next_row < M; odd ^= 1) {
-    const int64_t first_row = next_row, first_col = next_col, row = first_row + tile_row, col = first_col + tile_col;
-    const bool here = row < M && col < F;
+    const int64_t first_row = next_row, first_col = next_col, i = next;
+    const int width = next_width;
+    const bool here = next_here;
     Pack<DY, kRun> pack_dy;
     Pack<X, kRun> gates, ups;
-    __pipeline_wait_prior(0);
+    fetches_done();
     __syncwarp();
-    if (here) {
-      shared.dy.take(pack_dy);
-      shared.gate.take(gates);
-      shared.up.take(ups);
-    }
+    shared.dy.take(pack_dy);
+    shared.gate.take(gates);
+    shared.up.take(ups);
     gates.scale = next_scale[0], ups.scale = next_scale[1];
     __syncwarp();
     next_row += step_rows;
     next_col += step_cols;
-    if (next_col >= F) {
+    const bool turns = next_col >= F;
+    if (turns) {
       next_col -= across * kTileCols;
       next_row += kTileRows;
     }
+    next += turns ? turned_step : step;
+    next_dy += turns ? turned_step_dy : step_dy;
     fetch();
     auto& tile = shared.tile[Turned > 0 ? odd : 0];
     bool certain = true;
@@ -238,18 +262,17 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
       }
       certain = certain && differ == 0;
       if (certain) {
-        const int64_t i = row * 2 * F + col;
         dx.put_codes(i, codes_gate);
         dx.put_codes(i + F, codes_up);
         if constexpr (Turned > 0) {
-          const int at = Tile::place(tile_row, threadIdx.x % kTileRuns);
+          const int at = Tile::place(tile_row, own);
           tile[0].run[at] = codes_gate.word[0];
           tile[1].run[at] = codes_up.word[0];
           if constexpr (Turned > 2) tile[2].run[at] = codes_product.word[0];
         }
       }
     }
-    do_together(!certain, row, col / kRun, [&](int64_t its_row, int64_t its_col) {
+    do_together(!certain, first_row + tile_row, (first_col + tile_col) / kRun, [&](int64_t its_row, int64_t its_col) {
       float gate, up, value[2];
       x.load(its_row, its_col, gate, up);
       swiglu_gradient(gate, up, dy.load(its_row * F + its_col, {}), value[0], value[1]);
@@ -263,12 +286,15 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
     });
     if constexpr (Turned > 0) {
       __syncthreads();
+      // a warp for all rows of a run: eight threads for four of its columns
       const int task = threadIdx.x / 32, part = task / kTileRuns, run = task % kTileRuns;
-      static_assert(kTileRows == 4 * 32 && 3 * kTileRuns <= kTileThreads / 32);
-      const int64_t m = first_row + threadIdx.x % 32 * 4, n = first_col + run * kRun;
-      if (part < Turned && m < M && n < F)
-        tile[part].turn(threadIdx.x % 32 * 4, run,
-                        (part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code) + n * M + m, M);
+      const int down = threadIdx.x % 8 * 16, word = threadIdx.x % 32 / 8;
+      static_assert(kTileRows == 8 * 16 && 3 * kTileRuns <= kTileThreads / 32);
+      if (part < Turned && first_row + down < M && run * kRun < width)
+        tile[part].turn(down, run, word,
+                        (part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code) +
+                            (first_col * M + first_row) + ((run * kRun + word * 4) * M + down),
+                        M, M - first_row - down);
     }
   }
   dx.close();

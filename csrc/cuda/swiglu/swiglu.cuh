@@ -28,9 +28,10 @@ struct Halves {
     gate.fetch(x, i, b);
     up.fetch(x, i + F, b + runs);
   }
-  __device__ void fetch_scales(int64_t row, int64_t run, uint16_t (&of_both)[2]) const {
+  // Of the run of x that begins with element i, and of that of the ups.
+  __device__ void fetch_scales(int64_t i, uint16_t (&of_both)[2]) const {
     if constexpr (X::run != 0) {
-      const auto* from = x.scale + row * 2 * (F / kRun) + run;
+      const auto* from = x.scale + static_cast<uint64_t>(i) / kRun;
       of_both[0] = from[0];
       of_both[1] = from[F / kRun];
     }
