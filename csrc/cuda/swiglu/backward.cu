@@ -102,8 +102,7 @@ struct Tile {
     for (int r = 0; r < 4; ++r) {
       uint32_t four[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        four[j] = (j % 2 == 0 ? even_rows : odd_rows)[(r * 4 + j / 2 * 2) * kTileRuns * 4];
+      for (int j = 0; j < 4; ++j) four[j] = (j % 2 == 0 ? even_rows : odd_rows)[(r * 4 + j / 2 * 2) * kTileRuns * 4];
       turn_bytes(four[0], four[1], four[2], four[3]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) column[c].four[r] = four[c];
@@ -136,7 +135,9 @@ struct Ahead {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int p = threadIdx.x % kTileRuns + i * kTileRuns;
-      if (p * kEach < cols) fetch_piece(shared_address(piece + (place(threadIdx.x % kTileRuns) ^ i * kTileRuns)), from + i * kTileRuns * kEach);
+      if (p * kEach < cols)
+        fetch_piece(shared_address(piece + (place(threadIdx.x % kTileRuns) ^ i * kTileRuns)),
+                    from + i * kTileRuns * kEach);
     }
   }
   __device__ void take(Pack<View, kRun>& pack) const {
