@@ -59,16 +59,13 @@ __device__ inline float lowest_of(const Pack<View, kRun>& pack, float reach, flo
   if (reach < -limit) return -reach;
   float lowest = kInf;
 #pragma unroll
-  for (int k = 0; k < kRun; k += 2) {
-    const float2 two = pack.two(k);
-    lowest = fminf(lowest, fminf(two.x * pack.unit(), two.y * pack.unit()));
-  }
+  for (int k = 0; k < kRun; ++k) lowest = fminf(lowest, pack.value(k) * pack.unit());
   return lowest;
 }
 
-// Tells subnormals, whose error is larger, from zeros: no less than kSmallest where neither value is one.
+// Tells subnormals, whose error is larger, from zeros: no less than kSmallest where the value is none.
 constexpr uint32_t kSmallest = 2 * 0x08000000u;
-__device__ inline uint32_t smallest_of(float a, float b) { return min(2 * bits_of(a) - 1, 2 * bits_of(b) - 1); }
+__device__ inline uint32_t smallest_of(float x) { return 2 * bits_of(x) - 1; }
 
 template <class Y>
 constexpr bool kHasNear = std::is_same_v<Y, BF16> || Y::format().scaling == Scaling::tensor;
@@ -84,23 +81,6 @@ __device__ inline uint32_t encode_near(const float (&low)[4], const float (&high
     codes[1] = encode_pair<Code>(high[2], high[3]);
     return (codes[0] ^ encode_pair<Code>(low[0], low[1])) | (codes[1] ^ encode_pair<Code>(low[2], low[3]));
   }
-}
-// 16 values that come with an error relative to themselves, not yet in units of the scale; returns whether all codes
-// are certain.
-template <class Y>
-__device__ inline bool encode_near(Pack<Y, kRun>& pack, const float (&x)[kRun], float error, float inverse) {
-  const float less = inverse - inverse * error, more = fma_(inverse, error, inverse);
-  uint32_t differ = 0, least = ~0u;
-#pragma unroll
-  for (int k = 0; k < kRun; k += 4) {
-    float low[4], high[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) low[j] = x[k + j] * less, high[j] = x[k + j] * more;
-    differ |= encode_near<CodeOf<Y>>(low, high, pack.quad + k * sizeof(CodeOf<Y>) / 4);
-    if constexpr (std::is_same_v<Y, BF16>)
-      least = min(least, min(smallest_of(x[k], x[k + 1]), smallest_of(x[k + 2], x[k + 3])));
-  }
-  return differ == 0 && least >= kSmallest;
 }
 // Scales for which a value that was rounded as a subnormal is far below the smallest code.
 __device__ inline bool is_near_scale(float inverse) { return inverse < 0x1p80f; }

@@ -149,17 +149,16 @@ template <int Turned, class DY, class X>
 struct TileMemory {
   Ahead<DY> dy;
   Ahead<X> gate, up;
-  Tile tile[Turned > 0 ? 2 : 1]
-           [Turned > 0 ? Turned : 1];  // gates, ups, products; those of the last tile leave meanwhile
+  // Gates, ups, products; twice, so that those of the last tile leave while others come.
+  Tile tile[Turned > 0 ? 2 : 1][Turned > 0 ? Turned : 1];
 };
 
-// The ends of four products, in units of what they are to be encoded in.
+// The ends of four values, in units of what they are to be encoded in.
 __device__ inline void ends_of(const float (&x)[4], float less, float more, float (&low)[4], float (&high)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) low[j] = x[j] * less, high[j] = x[j] * more;
 }
-// Limits within which no magnitude on the way is lost that a code would show, scales being as is_near_scale() allows.
-constexpr float kLargestFactor = 0x1p30f, kLargestGradient = 0x1p60f;
+constexpr float kLargestGradient = 0x1p60f;  // as kLargestFactor, of a product of dy
 
 template <int Turned, class DY, class X>
 __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 3
@@ -176,7 +175,7 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
   if (Turned > 2) product.open();
   if (Turned > 0 && blockIdx.x == 0 && threadIdx.x == 0) twin.seal_as(dx.scale());
   const bool scaled = is_near_scale(inverse) && (Turned <= 2 || is_near_scale(product.inverse()));
-  const float widest = fmaxf(1.f, inverse * 0x1p-40f);
+  const float widest = fmaxf(1.f, inverse * 0x1p-40f);  // of what a gradient is multiplied with, of scales less
   int64_t next_row = blockIdx.x / across * kTileRows, next_col = blockIdx.x % across * kTileCols;
   const int64_t step_rows = gridDim.x / across * kTileRows, step_cols = gridDim.x % across * kTileCols;
   const int own = threadIdx.x % kTileRuns;
@@ -227,12 +226,12 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
     auto& tile = shared.tile[Turned > 0 ? odd : 0];
     bool certain = true;
     if (here) {
-      const float unit_gate = gates.unit(), reach_gate = reach_of(gates);
-      const float reach = fmaxf(reach_gate, reach_of(ups));
-      certain = scaled && reach < kLargestFactor && reach_of(pack_dy) * fmaxf(reach, widest) < kLargestGradient;
-      certain = certain && lowest_of(gates, reach_gate, kLowestGate) > kLowestGate;
-      // The ends of silu' are s times a sum with ends; what is the same for the whole run is multiplied here. In these
-      // factors the unit of the ups stands for that of all products with them.
+      const float unit_gate = gates.unit(), reach_gate = reach_of(gates), reach_up = reach_of(ups);
+      certain = scaled && reach_gate < kLargestFactor && reach_up < kLargestFactor &&
+                reach_of(pack_dy) * fmaxf(fmaxf(reach_gate, reach_up), widest) < kLargestGradient &&
+                lowest_of(gates, reach_gate, kLowestGate) > kLowestGate;
+      // The ends of silu' are s times those of a sum; the error of the gate with the largest magnitude is that of all.
+      // What is the same for the whole run is multiplied once: the ups stay in their unit.
       const float error = fma_(reach_gate, kNearError, kNearError), less = 1.f - error, more = 1.f + error;
       const float by_gate = inverse * ups.unit(), by_product = product.inverse() * ups.unit();
       Pack<E5M2T, kRun> codes_gate, codes_up;
@@ -243,9 +242,7 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
         float low_gate[4], high_gate[4], up[4], made[4], low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const auto at = [&](float2 two) { return j % 2 == 0 ? two.x : two.y; };
-          const float g = at(pack_dy.two(k + j / 2 * 2)), of_up = at(ups.two(k + j / 2 * 2));
-          const float gate = at(gates.two(k + j / 2 * 2)) * unit_gate;
+          const float g = pack_dy.value(k + j), of_up = ups.value(k + j), gate = gates.value(k + j) * unit_gate;
           const float s = sigmoid_<Near>(gate), silu = s * gate, rest = 1.f - s;
           const float factor = g * of_up * (s * by_gate);
           low_gate[j] = factor * fma_(gate, rest, less);

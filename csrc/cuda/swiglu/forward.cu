@@ -1,4 +1,5 @@
 // swiglu on the device: silu(gate) * up on the two halves of a row.
+#include "../hopper.cuh"
 #include "swiglu.cuh"
 
 namespace coat::cuda {
@@ -21,36 +22,73 @@ __global__ __launch_bounds__(kThreads, 2) void swiglu_forward_kernel(X x, Output
   y.close();
 }
 
-// The same for whole runs, nearly first; the codes of the next run are fetched before this one is computed.
+// The same for whole runs, nearly first; the next run is on its way while this one is computed.
 template <class X, class Y>
 __global__ __launch_bounds__(kThreads, sizeof(CodeOf<X>) == 1 ? 4 : 2) void swiglu_forward_kernel_near(Halves<X> x,
                                                                                                        Output<Y> y,
                                                                                                        int64_t M) {
+  constexpr bool kPlain = std::is_same_v<Y, BF16>;
   const int64_t F = x.F;
   y.open();
   const float inverse = y.inverse();
-  Pack<X, kRun> next_gate, next_up;
+  constexpr int kPieces = sizeof(CodeOf<X>), kEach = 16 / kPieces;
+  __shared__ int4 ahead[2][kPieces][kThreads];
+  uint16_t next_scale[2] = {};
   Walk at(M, F / kRun);
-  if (at.more()) x.fetch(at.row, at.run, next_gate, next_up);
-  while (__any_sync(0xffffffffu, at.more())) {
-    const int64_t row = at.row, run = at.run;
-    const bool here = at.more();
-    float v[kRun], up[kRun];
-    next_gate.unpack(x.x, v);
-    next_up.unpack(x.x, up);
-    const float reach_gate = reach_of(next_gate), reach_up = reach_of(next_up);
-    bool certain = is_near_scale(inverse) && lowest_of(next_gate, reach_gate, kLowestGate) > kLowestGate &&
-                   reach_gate * reach_up < kLargestProduct;
-    at.next();
-    if (at.more()) x.fetch(at.row, at.run, next_gate, next_up);
+  int64_t next = at.row * F + at.run * kRun;  // in y
+  const int64_t step = int64_t{gridDim.x} * kThreads * kRun;
+  const auto fetch = [&] {
+    if (!at.more()) return;
+    const int64_t i = next + at.row * F;
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) v[k] = swiglu<Near>(v[k], up[k]);
-    if (here) {
-      Pack<Y, kRun> pack;
-      certain = encode_near(pack, v, kNearError, inverse) && certain;
-      if (certain) y.put_codes(row * F + run * kRun, pack);
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p)
+        fetch_piece<(kPieces > 1)>(shared_address(&ahead[half][p][threadIdx.x]), x.x.codes + i + half * F + p * kEach);
+    x.fetch_scales(i, next_scale);
+  };
+  fetch();
+  while (__any_sync(0xffffffffu, at.more())) {
+    const int64_t row = at.row, run = at.run, i = next;
+    const bool here = at.more();
+    Pack<X, kRun> gates, ups;
+    fetches_done();
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      gates.word[p] = ahead[0][p][threadIdx.x];
+      ups.word[p] = ahead[1][p][threadIdx.x];
     }
-    do_together(here && !certain, row, run, [&](int64_t its_row, int64_t col) {
+    gates.scale = next_scale[0], ups.scale = next_scale[1];
+    __syncwarp();
+    at.next();
+    next += step;
+    fetch();
+    bool certain = true;
+    if (here) {  // a branch, behind which the compiler leaves what follows: after the fetch
+      const float reach_gate = reach_of(gates), unit_gate = gates.unit();
+      // where zeros and subnormals are told apart, values are whole; else the unit of the ups joins that of y
+      const float unit_up = kPlain ? ups.unit() : 1.f, by = kPlain ? 1.f : inverse * ups.unit();
+      const float divisor = Near::inverse(by + by * kNearError);  // joins the division of the sigmoid
+      Pack<Y, kRun> pack;
+      uint32_t differ = 0, least = ~0u;
+#pragma unroll
+      for (int k = 0; k < kRun; k += 4) {
+        float low[4], high[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float gate = gates.value(k + j) * unit_gate;
+          high[j] = Near::inverse(fma_(Near::exp(-gate), divisor, divisor)) * gate * (ups.value(k + j) * unit_up);
+          low[j] = high[j] * (1.f - 2.f * kNearError);
+          if constexpr (kPlain) least = min(least, smallest_of(high[j]));
+        }
+        differ |= encode_near<CodeOf<Y>>(low, high, pack.quad + k * sizeof(CodeOf<Y>) / 4);
+      }
+      certain = differ == 0 && least >= kSmallest && is_near_scale(inverse) && abs_(by) > 0x1p-100f &&
+                lowest_of(gates, reach_gate, kLowestGate) > kLowestGate && reach_gate < kLargestFactor &&
+                reach_of(ups) < kLargestFactor;
+      if (certain) y.put_codes(i, pack);
+    }
+    do_together(!certain, row, run, [&](int64_t its_row, int64_t col) {
       float gate, up;
       x.load(its_row, col, gate, up);
       y.put_one(its_row * F + col, swiglu(gate, up));
