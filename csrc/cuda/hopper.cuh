@@ -123,6 +123,16 @@ __device__ inline void load_bytes(const void* from, uint32_t to, uint32_t barrie
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// 16 bytes, there after fetches_done() of the same thread. `Shared`: through the first cache, for sectors that are
+// fetched in halves.
+template <bool Shared = false>
+__device__ inline void fetch_piece(uint32_t to, const void* from) {
+  if constexpr (Shared)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline void fetches_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the stores of this thread have read their shared memory.
 __device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

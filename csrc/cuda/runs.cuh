@@ -52,6 +52,17 @@ struct Pack {
       }
     }
   }
+  // Element k of a view without a scale for the tensor, in units of the scale of the run, which is 1 where there are no
+  // runs.
+  __device__ float value(int k) const {
+    if constexpr (std::is_same_v<Code, Float32>) {
+      return code[k].code;
+    } else {
+      const float2 two = decode_pair<Code>(pair[k / 2]);
+      return k % 2 == 0 ? two.x : two.y;
+    }
+  }
+  __device__ float unit() const { return View::run != 0 ? BFloat16::decode(scale) : 1.f; }
   __device__ void put(const View& view, int64_t i, typename View::Sealed sealed, const float (&x)[Count]) {
     encode(sealed, x);
     store(view, i);

@@ -104,6 +104,31 @@ describe('swiglu', () => {
   })
 })
 
+describe.each(devices)('the measured scale of swiglu_forward on %s', (device) => {
+  // two groups of eight runs a row, and more rows than a first look sees
+  const [M, F] = [264, 256]
+  const odd = (m: number, f: number) => m === 133 && f === 200
+  const test = it.skipIf(!present(device))
+  test.each<[string, (m: number, f: number, half: number) => number]>([
+    ['zeros', () => 0],
+    ['one number among zeros', (m, f, half) => (odd(m, f) ? [3, -5][half]! : 0)],
+    ['gates below zero', (m, f, half) => (half === 0 ? -1.3 - Math.sin(m * f) / 8 : 4 * Math.cos(m + 7 * f))],
+    ['numbers of all sizes', (m, f, half) => Math.sin(m + f) * Math.exp(8 * Math.sin(m * 31 + f * 7 + half))],
+    ['small numbers', (m, f, half) => 1e-15 * Math.sin(m + 3 * f + half)],
+    ['an infinity among numbers', (m, f) => (odd(m, f) ? Number.POSITIVE_INFINITY : Math.sin(m + f))],
+    ['a NaN among numbers', (m, f) => (odd(m, f) ? Number.NaN : Math.sin(m + f))],
+  ])('%s: that of the largest finite value of coded x', async (_, number) => {
+    const data = Array.from({ length: M * 2 * F }, (_, i) =>
+      number(Math.floor(i / (2 * F)), i % F, Math.floor(i / F) % 2),
+    )
+    const x = own(native.convert(await moved(tensor('f32', [M, 2 * F], data), device), null, 'e4m3/g16'))
+    const exact = await read(own(native.swiglu_forward(x, null, 'f32')))
+    const most = exact.reduce((most, y) => (Number.isFinite(y) ? Math.max(most, Math.abs(y)) : most), 0)
+    const { blocks } = await stored(own(native.swiglu_forward(x, null, 'e4m3/t')))
+    expect(blocks[0]?.scale).toBe(Math.fround((most || 1) / 448))
+  })
+})
+
 describe.each(devices)('swiglu_backward from a bound of |dy| on %s', (device) => {
   const test = it.skipIf(!present(device))
   const normal = (M: number, N: number, std: number, seed: number) =>

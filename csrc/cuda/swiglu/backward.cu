@@ -1,6 +1,7 @@
 // The gradient of swiglu on the device, with the transposes that the products of a layer read.
 #include <optional>
 
+#include "../hopper.cuh"
 #include "swiglu.cuh"
 
 namespace coat::cuda {
@@ -76,27 +77,88 @@ __global__ __launch_bounds__(kThreads) void swiglu_backward_kernel_bound(E4M3G16
 
 // Tiles of kTileRows rows and kTileCols columns of dy, a thread 16 columns of a row. The codes of dx go out as they are
 // and, of the first `Turned` of gates, ups and products, through shared memory into the transposes, twin [2F, M] and
-// product [F, M]: there a word holds four columns of a row, and a thread turns four words of four rows. Turned is 0, 2
-// or 3; if it is not 0, M is a multiple of 4.
-constexpr int kTileRows = 128, kTileCols = 64, kTileWords = kTileCols / 4, kTileThreads = kTileRows * kTileCols / kRun;
+// product [F, M]: there a thread turns 16 rows of four columns. Turned is 0, 2 or 3; if it is not 0, M is a multiple
+// of 4.
+constexpr int kTileRows = 128, kTileCols = 64, kTileRuns = kTileCols / kRun, kTileThreads = kTileRows * kTileRuns;
 struct Tile {
-  uint32_t word[kTileRows * kTileWords];
-  // Four rows of a column group lie 32 words apart: spread over the banks.
-  static __device__ int place(int row, int group) { return row * kTileWords + (group ^ (row / 4 % kTileWords)); }
-  __device__ void put(int row, int col, const uint32_t (&codes)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) word[place(row, col / 4 + k)] = codes[k];
-  }
+  int4 run[kTileThreads];
+  // Eight threads that put the runs of two rows fill the banks once, and so does a warp that takes words of rows 16
+  // apart.
+  static __device__ int place(int row, int run) { return (row * kTileRuns + (run ^ (row / 16 % 4))) ^ (row / 64 * 4); }
   __device__ void put_one(int row, int col, uint8_t code) {
-    reinterpret_cast<uint8_t*>(word)[place(row, col / 4) * 4 + col % 4] = code;
+    reinterpret_cast<uint8_t*>(run + place(row, col / kRun))[col % kRun] = code;
   }
-  // Rows row to row + 3 of columns 4 group to 4 group + 3, a word a column.
-  __device__ void turn(int row, int group, uint32_t (&column)[4]) const {
+  // 16 rows, of which `row` is the first and a multiple of 16, of columns 4 word to 4 word + 3 of a run, into lines of
+  // length M: `to` is the start in the first. `left` rows exist.
+  __device__ void turn(int row, int at, int word, uint8_t* to, int64_t M, int64_t left) const {
+    const int first = place(row, at);
+    const auto* even_rows = reinterpret_cast<const uint32_t*>(run + first) + word;
+    const auto* odd_rows = reinterpret_cast<const uint32_t*>(run + (first ^ kTileRuns)) + word;
+    union {
+      int4 codes;
+      uint32_t four[4];
+    } column[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) column[j] = word[place(row + j, group)];
-    turn_bytes(column[0], column[1], column[2], column[3]);
+    for (int r = 0; r < 4; ++r) {
+      uint32_t four[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) four[j] = (j % 2 == 0 ? even_rows : odd_rows)[(r * 4 + j / 2 * 2) * kTileRuns * 4];
+      turn_bytes(four[0], four[1], four[2], four[3]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) column[c].four[r] = four[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c, to += M) {
+      if (M % 16 == 0) {
+        *reinterpret_cast<int4*>(to) = column[c].codes;
+      } else {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+          if (r * 4 < left) reinterpret_cast<uint32_t*>(to)[r] = column[c].four[r];
+      }
+    }
   }
 };
+
+// What the threads of a tile read next, on its way while they compute. The threads of a row share the fetches of theirs
+// in pieces of 16 bytes, neighbours neighbouring pieces; all lie in one warp.
+template <class View>
+struct Ahead {
+  static constexpr int kPieces = sizeof(CodeOf<View>), kEach = 16 / kPieces;  // of a thread, elements of a piece
+  int4 piece[kTileThreads * kPieces];
+  static __device__ int place(int p) {  // spread over the banks for those who put and those who take
+    const int row = threadIdx.x / kTileRuns;
+    return row * kTileRuns * kPieces ^ (kPieces == 1 ? 0 : row % 2 * 5) ^ p;
+  }
+  // Of the row of this thread, whose first `cols` columns exist. `from` is the first piece of this thread.
+  __device__ void fetch(const CodeOf<View>* from, int cols) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int p = threadIdx.x % kTileRuns + i * kTileRuns;
+      if (p * kEach < cols)
+        fetch_piece(shared_address(piece + (place(threadIdx.x % kTileRuns) ^ i * kTileRuns)),
+                    from + i * kTileRuns * kEach);
+    }
+  }
+  __device__ void take(Pack<View, kRun>& pack) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) pack.word[i] = piece[place(threadIdx.x % kTileRuns * kPieces) ^ i];
+  }
+};
+template <int Turned, class DY, class X>
+struct TileMemory {
+  Ahead<DY> dy;
+  Ahead<X> gate, up;
+  // Gates, ups, products; twice, so that those of the last tile leave while others come.
+  Tile tile[Turned > 0 ? 2 : 1][Turned > 0 ? Turned : 1];
+};
+
+// The ends of four values, in units of what they are to be encoded in.
+__device__ inline void ends_of(const float (&x)[4], float less, float more, float (&low)[4], float (&high)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) low[j] = x[j] * less, high[j] = x[j] * more;
+}
+constexpr float kLargestGradient = 0x1p60f;  // as kLargestFactor, of a product of dy
 
 template <int Turned, class DY, class X>
 __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>) > 3
@@ -104,107 +166,146 @@ __global__ __launch_bounds__(kTileThreads, sizeof(CodeOf<DY>) + sizeof(CodeOf<X>
                                                : 2) void swiglu_backward_kernel_near(DY dy, Halves<X> x,
                                                                                      Output<E5M2T> dx, E5M2T twin,
                                                                                      Output<E4M3T> product, int64_t M) {
-  __shared__ Tile tile[Turned > 0 ? Turned : 1];  // gates, ups, products
-  const int64_t F = x.F, across = (F + kTileCols - 1) / kTileCols, tiles = (M + kTileRows - 1) / kTileRows * across;
-  const int tile_row = threadIdx.x / (kTileCols / kRun), tile_col = threadIdx.x % (kTileCols / kRun) * kRun;
+  extern __shared__ int4 memory[];
+  auto& shared = *reinterpret_cast<TileMemory<Turned, DY, X>*>(memory);
+  const int64_t F = x.F, across = (F + kTileCols - 1) / kTileCols;
+  const int tile_row = threadIdx.x / kTileRuns, tile_col = threadIdx.x % kTileRuns * kRun;
   dx.open();
   const float inverse = dx.inverse();
   if (Turned > 2) product.open();
   if (Turned > 0 && blockIdx.x == 0 && threadIdx.x == 0) twin.seal_as(dx.scale());
-  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const int64_t first_row = t / across * kTileRows, first_col = t % across * kTileCols;
-    const int64_t row = first_row + tile_row, run = (first_col + tile_col) / kRun;
-    const bool here = row < M && run < F / kRun;
+  const bool scaled = is_near_scale(inverse) && (Turned <= 2 || is_near_scale(product.inverse()));
+  const float widest = fmaxf(1.f, inverse * 0x1p-40f);  // of what a gradient is multiplied with, of scales less
+  int64_t next_row = blockIdx.x / across * kTileRows, next_col = blockIdx.x % across * kTileCols;
+  const int64_t step_rows = gridDim.x / across * kTileRows, step_cols = gridDim.x % across * kTileCols;
+  const int own = threadIdx.x % kTileRuns;
+  // The run of this thread in dx and x, and the first piece of dy that it fetches: where they lie, and the way to the
+  // next tile, also from the end of a row of tiles.
+  int64_t next = (next_row + tile_row) * 2 * F + next_col + tile_col;
+  int64_t next_dy = (next_row + tile_row) * F + next_col + own * Ahead<DY>::kEach;
+  const int64_t step = step_rows * 2 * F + step_cols, turned_step = step + kTileRows * 2 * F - across * kTileCols;
+  const int64_t step_dy = step_rows * F + step_cols, turned_step_dy = step_dy + kTileRows * F - across * kTileCols;
+  bool next_here;
+  int next_width;
+  uint16_t next_scale[2] = {};
+  const auto fetch = [&] {
+    const bool exists = next_row + tile_row < M;
+    next_width = static_cast<int>(::min(F - next_col, int64_t{kTileCols}));
+    next_here = exists && tile_col < next_width;
+    if (!exists) return;
+    const auto* from = x.x.codes + next + (own * Ahead<X>::kEach - tile_col);
+    shared.dy.fetch(dy.codes + next_dy, next_width);
+    shared.gate.fetch(from, next_width);
+    shared.up.fetch(from + F, next_width);
+    if (X::run != 0 && next_here) x.fetch_scales(next, next_scale);
+  };
+  fetch();
+  for (int odd = 0; next_row < M; odd ^= 1) {
+    const int64_t first_row = next_row, first_col = next_col, i = next;
+    const int width = next_width;
+    const bool here = next_here;
+    Pack<DY, kRun> pack_dy;
+    Pack<X, kRun> gates, ups;
+    fetches_done();
+    __syncwarp();
+    shared.dy.take(pack_dy);
+    shared.gate.take(gates);
+    shared.up.take(ups);
+    gates.scale = next_scale[0], ups.scale = next_scale[1];
+    __syncwarp();
+    next_row += step_rows;
+    next_col += step_cols;
+    const bool turns = next_col >= F;
+    if (turns) {
+      next_col -= across * kTileCols;
+      next_row += kTileRows;
+    }
+    next += turns ? turned_step : step;
+    next_dy += turns ? turned_step_dy : step_dy;
+    fetch();
+    auto& tile = shared.tile[Turned > 0 ? odd : 0];
     bool certain = true;
     if (here) {
-      Pack<DY, kRun> pack_dy;
-      Pack<X, kRun> pack_gate, pack_up;
-      pack_dy.fetch(dy, row * F + run * kRun, 0);
-      x.fetch(row, run, pack_gate, pack_up);
-      float g[kRun], gate[kRun], up[kRun];
-      pack_dy.unpack(dy, g);
-      pack_gate.unpack(x.x, gate);
-      pack_up.unpack(x.x, up);
-      const float reach = reach_of(pack_dy, g), reach_gate = reach_of(pack_gate, gate),
-                  reach_up = reach_of(pack_up, up);
-      certain = is_near_scale(inverse) && lowest_of(reach_gate, kLowestGate, gate) > kLowestGate &&
-                reach * fmaxf(reach_gate, reach_up) < kLargestProduct && reach_gate < kLargestProduct;
-      if (Turned > 2) certain = certain && is_near_scale(product.inverse()) && reach_gate * reach_up < kLargestProduct;
+      const float unit_gate = gates.unit(), reach_gate = reach_of(gates), reach_up = reach_of(ups);
+      certain = scaled && reach_gate < kLargestFactor && reach_up < kLargestFactor &&
+                reach_of(pack_dy) * fmaxf(fmaxf(reach_gate, reach_up), widest) < kLargestGradient &&
+                lowest_of(gates, reach_gate, kLowestGate) > kLowestGate;
+      // The ends of silu' are s times those of a sum; the error of the gate with the largest magnitude is that of all.
+      // What is the same for the whole run is multiplied once: the ups stay in their unit.
+      const float error = fma_(reach_gate, kNearError, kNearError), less = 1.f - error, more = 1.f + error;
+      const float by_gate = inverse * ups.unit(), by_product = product.inverse() * ups.unit();
       Pack<E5M2T, kRun> codes_gate, codes_up;
-      Pack<E4M3T, 4> codes_product;
-      {
-        const float less = inverse - inverse * kNearError, more = fma_(inverse, kNearError, inverse);
-        uint32_t differ = 0;
+      Pack<E4M3T, kRun> codes_product;
+      uint32_t differ = 0;
 #pragma unroll
-        for (int k = 0; k < kRun; k += 2) {
-          float low_gate[2], high_gate[2], low_up[2], high_up[2], low_product[2], high_product[2];
+      for (int k = 0; k < kRun; k += 4) {
+        float low_gate[4], high_gate[4], up[4], made[4], low[4], high[4];
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float dgate, dup;
-            const float s = swiglu_gradient<Near>(gate[k + j], up[k + j], g[k + j], dgate, dup);
-            // so near to its root even the sign of silu' is open, which a product of 0 would hide
-            if constexpr (std::is_same_v<X, F32>) certain = certain && !(abs_(gate[k + j] - kRoot) < 8e-6f);
-            const float error = abs_(g[k + j] * up[k + j]) * fma_(abs_(gate[k + j]), s, s) * (inverse * kNearError);
-            spread(dgate * inverse, error, low_gate[j], high_gate[j]);
-            low_up[j] = dup * less;
-            high_up[j] = dup * more;
-            if constexpr (Turned > 2) {
-              const float y = s * gate[k + j] * up[k + j] * product.inverse();
-              low_product[j] = y * (1.f - kNearError);
-              high_product[j] = y * (1.f + kNearError);
-            }
-          }
-          differ |= encode_near<E5M2>(low_gate, high_gate, codes_gate.pair[k / 2]);
-          differ |= encode_near<E5M2>(low_up, high_up, codes_up.pair[k / 2]);
-          if constexpr (Turned > 2) {  // at once into the tile, to save registers; what is uncertain is put again
-            differ |= encode_near<E4M3>(low_product, high_product, codes_product.pair[k / 2 % 2]);
-            if (k % 4 == 2) tile[2].word[Tile::place(tile_row, (tile_col + k) / 4)] = codes_product.quad[0];
-          }
+        for (int j = 0; j < 4; ++j) {
+          const float g = pack_dy.value(k + j), of_up = ups.value(k + j), gate = gates.value(k + j) * unit_gate;
+          const float s = sigmoid_<Near>(gate), silu = s * gate, rest = 1.f - s;
+          const float factor = g * of_up * (s * by_gate);
+          low_gate[j] = factor * fma_(gate, rest, less);
+          high_gate[j] = factor * fma_(gate, rest, more);
+          up[j] = g * silu;
+          made[j] = silu * of_up;
         }
-        certain = certain && differ == 0;
+        differ |= encode_near<E5M2>(low_gate, high_gate, codes_gate.quad + k / 4);
+        ends_of(up, inverse * (1.f - kNearError), inverse * (1.f + kNearError), low, high);
+        differ |= encode_near<E5M2>(low, high, codes_up.quad + k / 4);
+        if constexpr (Turned > 2) {
+          ends_of(made, by_product * (1.f - kNearError), by_product * (1.f + kNearError), low, high);
+          differ |= encode_near<E4M3>(low, high, codes_product.quad + k / 4);
+        }
       }
+      certain = certain && differ == 0;
       if (certain) {
-        const int64_t i = row * 2 * F + run * kRun;
         dx.put_codes(i, codes_gate);
         dx.put_codes(i + F, codes_up);
         if constexpr (Turned > 0) {
-          tile[0].put(tile_row, tile_col, codes_gate.quad);
-          tile[1].put(tile_row, tile_col, codes_up.quad);
+          const int at = Tile::place(tile_row, own);
+          tile[0].run[at] = codes_gate.word[0];
+          tile[1].run[at] = codes_up.word[0];
+          if constexpr (Turned > 2) tile[2].run[at] = codes_product.word[0];
         }
       }
     }
-    if (Turned > 2) __syncwarp();
-    do_together(!certain, row, run, [&](int64_t its_row, int64_t col) {
+    do_together(!certain, first_row + tile_row, (first_col + tile_col) / kRun, [&](int64_t its_row, int64_t its_col) {
       float gate, up, value[2];
-      x.load(its_row, col, gate, up);
-      swiglu_gradient(gate, up, dy.load(its_row * F + col, {}), value[0], value[1]);
-      const int at_row = static_cast<int>(its_row - first_row), at_col = static_cast<int>(col - first_col);
+      x.load(its_row, its_col, gate, up);
+      swiglu_gradient(gate, up, dy.load(its_row * F + its_col, {}), value[0], value[1]);
+      const int at_row = static_cast<int>(its_row - first_row), at_col = static_cast<int>(its_col - first_col);
       for (int half = 0; half < 2; ++half) {
-        const uint8_t code = dx.put_one(its_row * 2 * F + half * F + col, value[half]);
+        const uint8_t code = dx.put_one(its_row * 2 * F + half * F + its_col, value[half]);
         if constexpr (Turned > 0) tile[half].put_one(at_row, at_col, code);
       }
-      if constexpr (Turned > 2) tile[2].put_one(at_row, at_col, product.put_one(col * M + its_row, swiglu(gate, up)));
+      if constexpr (Turned > 2)
+        tile[2].put_one(at_row, at_col, product.put_one(its_col * M + its_row, swiglu(gate, up)));
     });
     if constexpr (Turned > 0) {
       __syncthreads();
-      const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-      const int64_t m = first_row + 4 * lane, n = first_col + 4 * group;
-      static_assert(kTileThreads / 32 == kTileWords && kTileRows == 4 * 32);
-#pragma unroll
-      for (int part = 0; part < Turned; ++part) {
-        uint32_t column[4];
-        tile[part].turn(4 * lane, group, column);
-        if (m < M && n < F) {
-          uint8_t* to = part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code;
-#pragma unroll
-          for (int c = 0; c < 4; ++c) *reinterpret_cast<uint32_t*>(to + (n + c) * M + m) = column[c];
-        }
-      }
-      __syncthreads();
+      // a warp for all rows of a run: eight threads for four of its columns
+      const int task = threadIdx.x / 32, part = task / kTileRuns, run = task % kTileRuns;
+      const int down = threadIdx.x % 8 * 16, word = threadIdx.x % 32 / 8;
+      static_assert(kTileRows == 8 * 16 && 3 * kTileRuns <= kTileThreads / 32);
+      if (part < Turned && first_row + down < M && run * kRun < width)
+        tile[part].turn(down, run, word,
+                        (part == 2 ? &product.view().codes->code : &twin.codes[part * F * M].code) +
+                            (first_col * M + first_row) + ((run * kRun + word * 4) * M + down),
+                        M, M - first_row - down);
     }
   }
   dx.close();
   if (Turned > 2) product.close();
+}
+
+template <int Turned, class DY, class X>
+void launch_near(const DY& dy, const Halves<X>& x, const Output<E5M2T>& dx, const swiglu_backward_args& args,
+                 int64_t M) {
+  const int64_t tiles = (M + kTileRows - 1) / kTileRows * ((x.F + kTileCols - 1) / kTileCols);
+  launch("swiglu_backward", swiglu_backward_kernel_near<Turned, DY, X>, dim3(blocks_for(tiles, 1, 2)),
+         dim3(kTileThreads), sizeof(TileMemory<Turned, DY, X>), dy, x, dx, E5M2T(Turned > 0 ? args.twin : args.dx),
+         Output<E4M3T>(E4M3T(Turned > 2 ? args.product : args.dx), args.scale.as<float>()), M);
 }
 
 template <class DY, class X>
@@ -259,15 +360,10 @@ void swiglu_backward(const swiglu_backward_args& args) {
             return launch(name, swiglu_backward_kernel_search<DY, X>, grid, dim3(kSearchThreads), 0, dy, halves,
                           dx.max(), M);
         } else if constexpr (std::is_same_v<DX, E5M2T>) {
-          const int64_t tiles = (M + kTileRows - 1) / kTileRows * ((F + kTileCols - 1) / kTileCols);
           if (F % kRun == 0)
-            return launch(name,
-                          !fused         ? swiglu_backward_kernel_near<0, DY, X>
-                          : args.product ? swiglu_backward_kernel_near<3, DY, X>
-                                         : swiglu_backward_kernel_near<2, DY, X>,
-                          dim3(blocks_for(tiles, 1, 2)), dim3(kTileThreads), 0, dy, halves, dx,
-                          E5M2T(fused ? args.twin : args.dx),
-                          Output<E4M3T>(E4M3T(args.product ? args.product : args.dx), args.scale.as<float>()), M);
+            return (!fused         ? launch_near<0, DY, X>
+                    : args.product ? launch_near<3, DY, X>
+                                   : launch_near<2, DY, X>)(dy, halves, dx, args, M);
         } else {
           if (F % kRun == 0)
             return launch(name, swiglu_backward_kernel<true, DY, X, DX>, grid, dim3(kThreads), 0, dy, x, dx, M, F);

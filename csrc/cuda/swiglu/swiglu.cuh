@@ -6,9 +6,9 @@
 namespace coat::cuda {
 
 constexpr unsigned kThreads = 256;
-constexpr float kLowestGate = -86.f, kLargestProduct = 0x1p100f;  // within them nothing overflows or flushes
-constexpr float kMostBelow = 0.2785f, kSteepest = 2.3994f;        // largest |silu(x)| for x < 0; where silu' is largest
-constexpr float kRoot = -1.27846454f;                             // of silu'
+// Within them nothing on the way is lost that a code would show, scales being as is_near_scale() allows.
+constexpr float kLowestGate = -86.f, kLargestFactor = 0x1p30f;
+constexpr float kMostBelow = 0.2785f, kSteepest = 2.3994f;  // largest |silu(x)| for x < 0; where silu' is largest
 
 // 16 columns of half 0, the gates, or 1, the ups, of x: those of run at.run of y.
 template <bool Whole, class X>
@@ -24,10 +24,13 @@ template <class X>
 struct Halves {
   X x;
   int64_t F;
-  __device__ void fetch(int64_t row, int64_t run, Pack<X, kRun>& gate, Pack<X, kRun>& up) const {
-    const int64_t runs = F / kRun, i = row * 2 * F + run * kRun, b = row * 2 * runs + run;
-    gate.fetch(x, i, b);
-    up.fetch(x, i + F, b + runs);
+  // Scales of the run of gates that begins with element i, and of that of ups.
+  __device__ void fetch_scales(int64_t i, uint16_t (&of_both)[2]) const {
+    if constexpr (X::run != 0) {
+      const auto* from = x.scale + static_cast<uint64_t>(i) / kRun;
+      of_both[0] = from[0];
+      of_both[1] = from[F / kRun];
+    }
   }
   __device__ void reach(int64_t row, int64_t run, float& gate, float& up) const {
     const int64_t runs = F / kRun, i = row * 2 * F + run * kRun, b = row * 2 * runs + run;
