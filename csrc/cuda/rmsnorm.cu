@@ -187,7 +187,8 @@ void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
                     args.rstd.as<float>(),
                     args.scale.as<float>(),
                     reinterpret_cast<Found*>(counters()),
-                    args.eps};
+                    args.eps,
+                    per_column(N)};
   with("a", args.a, Views<F32, BF16>{}, [&](const auto a) {
     with("b", args.b, Views<F32, BF16>{}, [&](const auto b) {
       with("y", args.y, Views<F32, BF16>{}, [&](const auto y) {
