@@ -12,7 +12,6 @@ constexpr float kLeast = 0x1p-120f, kMost = 0x1p120f;  // beyond, values or thei
 constexpr float kLog2Largest = 8.80735492f;            // of 448
 constexpr float kLeastFloor = 1e-13f;                  // beside it, the root of a subnormal does not matter
 constexpr float kLargestRate = 0x1p40f;                // by which the least floor stays normal
-constexpr float kLeastGain = 0x1p-40f;                 // a unit of m that neither overflows nor flushes it
 
 __device__ inline float root_near(float x) {
   float y;
@@ -88,21 +87,19 @@ __device__ inline RangeWithMin range_of(const float (&x)[kPart], Of&& of) {
   return range;
 }
 
-// The update with its constants folded: m = beta1 m + g in units of gain1, v = beta2 v + gain2 g g,
+// The update with its constants folded: m = beta1 m + gain1 g, v = beta2 v + gain2 g g,
 // p = p + decay p - m / (root sqrt(v) + floor).
 struct Folded {
-  float gain1, log2_gain1, beta1, gain2, root, floor, decay;
+  float gain1, gain2, root, floor, decay;
   bool safe;  // the unit can take it
   __device__ Folded(const AdamW& rule, float factor)
       : gain1(rule.gain1 * factor),
-        log2_gain1(log2_(gain1)),
-        beta1(rule.beta1 / gain1),
         gain2(rule.gain2 * factor * factor),
-        root(rule.root / (rule.lr * gain1)),
-        floor(rule.floor / (rule.lr * gain1)),
+        root(rule.root / rule.lr),
+        floor(rule.floor / rule.lr),
         decay(-rule.lr * rule.weight_decay),
-        safe(rule.floor >= kLeastFloor && rule.lr > kLeast && rule.lr < kLargestRate && gain1 > kLeastGain &&
-             root < kMost && factor > 1e-12f) {}
+        safe(rule.floor >= kLeastFloor && rule.lr > kLeast && rule.lr < kLargestRate && root < kMost &&
+             factor > 1e-12f) {}
 };
 
 // Registers are what limits the warps of a multiprocessor; they stand in two blocks, since each has its own table.
@@ -150,7 +147,6 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
     constexpr bool kWhole = whole.value;
     const int64_t left = n - i, run = run_of(i);
     const bool exists = kWhole || run * kRun < n;
-    bool in_units = false;  // m is in units of gain1
     float m[kPart], v[kPart];
     {
       float p[kPart];
@@ -159,10 +155,8 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
       const float inverse_k = Inside::inverse(own.k), shift = log2_normal<Inside>(scale) * inverse_k;
       // log2 of what codes stand for
       const float high = fma_(8.81f, inverse_k, shift), low = fma_(-9.01f, inverse_k, shift);
-      const bool within = odd || (high < 60.f && own.centre * fold.beta1 < 0x1p40f);  // m in units of gain1 is finite
-      if (__all_sync(kAll, fold.safe && within && scale > kLeast && scale < kMost && high < 120.f && low > -120.f)) {
-        const Two shifts(shift), inverses(inverse_k), centres(own.centre * (odd ? rule.beta2 : fold.beta1));
-        in_units = true;
+      if (__all_sync(kAll, fold.safe && scale > kLeast && scale < kMost && high < 120.f && low > -120.f)) {
+        const Two shifts(shift), inverses(inverse_k), centres(own.centre * (odd ? rule.beta2 : rule.beta1));
 #pragma unroll
         for (int w = 0; w < kPart / 4; ++w) {
           const uint32_t m_word = batch.m.word[w] & 0x7f7f7f7fu, v_word = batch.v.word[w] & 0x7f7f7f7fu;
@@ -173,7 +167,7 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
             const float v_power = exp2_near(fma_(log_of(table, v_word, c), inverses.v, shifts.v));
             const uint32_t sign = batch.m.word[w] << (24 - 8 * c) & 0x80000000u;
             const float g = batch.g.decode(k), before = batch.p.decode(k);
-            m[k] = fma_(float_of(bits_of(m_power) | sign), centres.m, g);
+            m[k] = fma_(float_of(bits_of(m_power) | sign), centres.m, g * fold.gain1);
             v[k] = fma_(v_power, centres.v, g * fold.gain2 * g);
             const float inverse = inverse_near(fma_(root_near(v[k]), fold.root, fold.floor));
             p[k] = fma_(-m[k], inverse, fma_(before, fold.decay, before));
@@ -255,10 +249,6 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
       range.infs = 0;
     }
     float high = float_of(range.max), low = float_of(range.min);
-    if (!odd && in_units) {
-      high *= fold.gain1, low *= fold.gain1;
-      range.max = bits_of(high), range.min = bits_of(low);
-    }
     Pieces<E4M3, E> m_codes, v_codes;
     if (__all_sync(kAll, low > kLeast && high < kMost)) {
       // as E4M3X128::seal does; a run of zeros is one of ones
@@ -273,7 +263,7 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
       const float scale = E4M3X128::scale_for_top<Inside>(top);
       if (exists && threadIdx.x % kLanes < 2) mine.scale[run] = scale, mine.k[run] = power, mine.centre[run] = middle;
       // |x|^k by the scale is 2^(k (log2 x - log2 max)) times the largest code
-      const float log2_reach = (level ? log2_middle : log2_high) - (!odd && in_units ? fold.log2_gain1 : 0.f);
+      const float log2_reach = (level ? log2_middle : log2_high);
       const Two k(power), shift(fma_(-power, log2_reach, kLog2Largest));
       encode<true>(m_codes, k.m, shift.m, m);
       encode<false>(v_codes, k.v, shift.v, v);
@@ -282,7 +272,7 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
       if (exists) sealed = mine.seal(run, range);  // all lanes that care for it store the same numbers
       const Two inverse(sealed.inverse), k(sealed.k), log2_centre(sealed.log2_centre);
 #pragma unroll
-      for (int k = 0; k < kPart; ++k) m[k] = in_units ? m[k] * fold.gain1 : m[k], v[k] = AdamW::kept(v[k]);
+      for (int k = 0; k < kPart; ++k) v[k] = AdamW::kept(v[k]);
       encode_exactly(entry.moment[0], {inverse.m, k.m, log2_centre.m}, m, m_codes);
       encode_exactly(entry.moment[1], {inverse.v, k.v, log2_centre.v}, v, v_codes);
     }
