@@ -182,19 +182,19 @@ function checkDelayed(scaling: DelayedScaling, where: string): void {
 }
 
 function checkEmulation(emulation: Emulation, where: string): void {
-  const names = ['operand', 'sum', 'chunk', 'lossScale', 'update']
+  const names = ['operand', 'sum', 'chunk', 'result', 'lossScale', 'update']
   for (const name of Object.keys(emulation))
     if (!names.includes(name))
       refuse(`axis '${where}${name}' is unknown; an emulation has ${names.join(', ')}`, `${where}${name}`)
-  const { operand, sum, chunk, lossScale, update } = emulation
-  if (!Number.isSafeInteger(chunk) || chunk < 0)
-    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0`, `${where}chunk`)
+  const { sum, chunk, lossScale } = emulation
+  if (!Number.isSafeInteger(chunk) || chunk < 0 || (sum === 'f32' && chunk !== 0))
+    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0, and 0 with sum 'f32'`, `${where}chunk`)
   const shift = Math.log2(lossScale)
   if (!Number.isSafeInteger(shift) || shift < 0)
     refuse(`${where}lossScale is ${lossScale} and must be a power of two of at least 1`, `${where}lossScale`)
   const one = native.make('f32', [1], 'cpu', 'temp')
   try {
-    for (const [name, word] of Object.entries({ operand, sum, ...(update !== null && { update }) }))
+    for (const [name, word] of wordsOf(emulation, where))
       try {
         native.free(native.round_to(one, ...arithmeticOf(word, lossScale), 0))
       } catch (error) {
@@ -205,18 +205,41 @@ function checkEmulation(emulation: Emulation, where: string): void {
   }
 }
 
+// The arithmetic words of an emulation by their names, those of its parts too.
+function wordsOf({ operand, sum, result, update }: Emulation, where: string): [name: string, word: Arithmetic][] {
+  const parts = (name: string, of: Emulation['operand' | 'result'], known: readonly string[]) => {
+    if (typeof of !== 'object' || of === null) return of === undefined ? [] : [[name, of] as [string, Arithmetic]]
+    const odd = [...Object.keys(of), ...(name === 'operand' ? known : [])].find(
+      (part) => !known.includes(part) || !Object.hasOwn(of, part),
+    )
+    if (odd)
+      refuse(
+        `${where}${name} has ${Object.keys(of).join(', ')} and must be a word or have ${known.join(', ')}`,
+        `${where}${name}`,
+      )
+    return Object.entries(of).map(([part, word]) => [`${name}.${part}`, word] as [string, Arithmetic])
+  }
+  return [
+    ...parts('operand', operand, ['x', 'w', 'dy']),
+    ...(sum === 'f32' ? [] : [['sum', sum] as [string, Arithmetic]]),
+    ...parts('result', result, ['y', 'dx', 'dw']),
+    ...(update === null ? [] : [['update', update] as [string, Arithmetic]]),
+  ]
+}
+
 /** What native ops take of a word such as `e5m2` or `q4.12/sr`, for what is multiplied by a power of two. */
 export function arithmeticOf(word: Arithmetic, lossScale = 1) {
-  const [, exponent, mantissa, before, behind, stochastic] = /^(?:e(\d+)m(\d+)|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
+  const [, exponent, mantissa, infinite, before, behind, stochastic] =
+    /^(?:e(\d+)m(\d+)(\/inf)?|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
   const [range, precision] = [exponent ?? before, mantissa ?? behind].map(Number)
   if (range === undefined || precision === undefined || Number.isNaN(range))
     throw new CoatError(
-      `arithmetic is '${word}' and must be eEmM or qI.F with numbers of bits, and /sr for stochastic rounding`,
+      `arithmetic is '${word}' and must be eEmM, eEmM/inf or qI.F with numbers of bits, and /sr for stochastic rounding`,
       'value',
       'round_to',
       'arithmetic',
     )
-  const kind = exponent === undefined ? 'fixed' : 'float'
+  const kind = exponent === undefined ? 'fixed' : infinite === undefined ? 'float' : 'ieee'
   return [kind, range, precision, Math.log2(lossScale), stochastic === undefined ? 'nearest' : 'stochastic'] as const
 }
 

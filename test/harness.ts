@@ -455,7 +455,7 @@ function verify(
     const b = blockOf(i)
     const slack = relative * Math.max(Math.abs(x), sizes ? sizes(i) : 0)
     const [low, high] = interval(kind, blocks[b] ?? plain, x, slack, !measured)
-    if (!(value >= low && value <= high) && !(Number.isNaN(x) && Number.isNaN(value)))
+    if (!(value >= low && value <= high) && value !== x && !(Number.isNaN(x) && Number.isNaN(value)))
       throw new Error(`${where}: element ${i} is ${value}, the reference ${x} (from ${low} to ${high} is right)`)
     if (measured) top[b] = Math.max(top[b] as number, Math.abs(valueOfCode(kind as 'e4m3', codes[i] as number)))
   })

@@ -92,7 +92,23 @@ it.each<[unknown, RegExp]>([
   ],
   [
     { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, sum: 'f16' } },
-    /emulated.sum is 'f16': .* must be eEmM or q/,
+    /emulated.sum is 'f16': .* must be eEmM, eEm/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, operand: { x: 'e5m2', w: 'e5m2' } } },
+    /emulated.operand has x, w and must be a word or have x, w, dy/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, result: { db: 'e5m2' } } },
+    /emulated.result has db and must be a word or have y, dx, dw/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, result: { dw: 'f16' } } },
+    /emulated.result.dw is 'f16': .* must be eEmM, eEmM\/inf or q/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes['micikevicius-f16'].emulated, chunk: 64 } },
+    /emulated.chunk is 64 and must be an integer of at least 0, and 0 with sum 'f32'/,
   ],
   [
     { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, update: 'e9m2' } },

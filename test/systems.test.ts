@@ -72,7 +72,9 @@ describe('bytes of a parameter', () => {
     ['fp8-lm-o3', 7],
     ['fp8-lm-auto-mu', 6],
     ['micikevicius-bf16', 16],
-    ['mellempudi-e5m2', 12],
+    // emulated, as f32
+    ['micikevicius-f16', 16],
+    ['mellempudi-e5m2', 16],
   ])('%s: %d by its formats', (name, expected) => {
     expect(parameterBytes(recipe(name)).total).toBe(expected)
   })
