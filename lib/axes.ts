@@ -9,6 +9,7 @@ import {
   type Recipe,
   type RecipeName,
   recipes,
+  whole,
 } from './recipes.ts'
 import { type Format, isScaled } from './tensor.ts'
 
@@ -23,7 +24,11 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
 
 type Axis = Exclude<keyof Recipe, keyof typeof free>
 // Axes that may be left out, and by themselves have more rules than a list of words; `layers` is no axis.
-const free = { layers: [], emulated: [], lossScale: [], mu: ['none', 'fixed', 'absolute', 'relative'] } as const
+const free = {
+  ...{ layers: [], emulated: [], lossScale: [] },
+  mu: ['none', 'fixed', 'absolute', 'relative'],
+  communicate: ['f32', 'bf16', 'e4m3/t'],
+} as const
 const picks = ['max', 'most_recent']
 
 const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
@@ -103,6 +108,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
     holds: ({ mu = 'none', dw }) => mu === 'none' || dw === 'e4m3/t',
   },
   {
+    text: "communicate other than 'f32' cannot be had with emulated, whose gradients are f32",
+    holds: ({ communicate = 'f32', emulated }) => communicate === 'f32' || !emulated,
+  },
+  {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
     holds: ({ rounding, param, master }) => rounding === 'nearest' || (param === 'bf16' && master === null),
   },
@@ -140,9 +149,13 @@ function checked(which: Recipe, where = ''): Recipe {
         `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...free }).join(', ')}`,
         `${where}${axis}`,
       )
-  const { lossScale = 'none', mu = 'none' } = which
+  const { lossScale = 'none' } = which
   if (lossScale !== 'none') new LossScale(lossScale)
-  if (!free.mu.includes(mu)) refuse(`${where}mu is '${mu}' and must be one of ${free.mu.join(', ')}`, `${where}mu`)
+  for (const axis of ['mu', 'communicate'] as const) {
+    const value = which[axis]
+    if (value !== undefined && !(free[axis] as readonly string[]).includes(value))
+      refuse(`${where}${axis} is '${value}' and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)
+  }
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
   if (which.emulated) checkEmulation(which.emulated, `${where}emulated.`)
@@ -161,7 +174,7 @@ function checked(which: Recipe, where = ''): Recipe {
       refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
     }
   for (const [pattern, change] of Object.entries(which.layers ?? {})) {
-    for (const axis of ['stream', 'layers', 'lossScale', 'mu'])
+    for (const axis of whole)
       if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
   }

@@ -2,7 +2,7 @@
 import { mkdir, readdir, readFile, rename, rm, writeFile } from 'node:fs/promises'
 import { basename, join } from 'node:path'
 import type { DataState, Dataset } from './data.ts'
-import type { RankedGradients } from './exchange.ts'
+import type { Exchange } from './exchange.ts'
 import type { SpikeGuard, SpikeState } from './guard.ts'
 import type { LossScale, LossScaleState } from './lossscale.ts'
 import type { Module } from './modules.ts'
@@ -50,7 +50,7 @@ export interface Checkpointed {
   /** Whether a step is running: parameters, states and counters are not of one moment then. */
   readonly busy: boolean
   readonly lossScale: LossScale | null
-  readonly exchange: RankedGradients | null
+  readonly exchange: Exchange | null
   batches: number
   skippedSteps: number
   skipsInARow: number
@@ -386,7 +386,7 @@ function settingsOf(
   places: readonly number[],
 ): Record<string, unknown> {
   // what a trainer has of its own may differ from the recipe's
-  const { lossScale: _scaling, mu: _mu, ...recipe } = model.recipe
+  const { lossScale: _scaling, mu: _mu, communicate: _travel, ...recipe } = model.recipe
   const { config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
   const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
@@ -400,9 +400,11 @@ function settingsOf(
   const spike = guard ? { spike: guard.options } : {}
   const several = ranks.count > 1 ? { ranks: ranks.count } : {}
   const scale = lossScale ? { lossScale: lossScale.options } : {}
-  const mu = exchange ? { mu: exchange.options } : {}
   return Object.fromEntries(
-    flat({ ...all, ...kept, ...update, ...spike, ...several, ...scale, ...mu, data: order, schedule: factors }),
+    flat({
+      ...{ ...all, ...kept, ...update, ...spike, ...several, ...scale, ...exchange?.settings },
+      ...{ data: order, schedule: factors },
+    }),
   )
 }
 

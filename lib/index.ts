@@ -35,12 +35,14 @@ export {
 export { type Evaluation, evaluate, type PerplexityOptions, perplexity, type Scorer } from './evaluate.ts'
 export {
   AutomaticMu,
+  type Exchange,
   type GradientSum,
   type MuOptions,
   type MuReading,
   type MuSetting,
   partitionWhole,
   RankedGradients,
+  SentGradients,
   saturatedShare,
   sumGradients,
 } from './exchange.ts'

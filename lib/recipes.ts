@@ -55,6 +55,9 @@ export interface Emulation {
   readonly update: Arithmetic | null
 }
 
+/** How gradients travel between ranks that train together. */
+export type Communication = 'f32' | 'bf16' | 'e4m3/t'
+
 /** How a model is trained, axis by axis. */
 export interface Recipe {
   /**
@@ -104,9 +107,15 @@ export interface Recipe {
   /** The factor of the loss in backward, by which gradients are divided before anything is done with them (default none). */
   lossScale?: LossScaling
   /**
-   * Has each micro-batch of a step stand for a rank of FP8-LM: their gradients, in dw 'e4m3/t', are summed as FP8 with one scale
-   * and the factor mu, which is 1 / sqrt(micro-batches) (`fixed`) or follows from what saturates, by one of two readings of the
-   * paper (default none: a gradient is rounded again whenever a micro-batch was added).
+   * How gradients of several ranks are added (default `f32`): as they are, in FP32, and rounded to their format; or rounded to
+   * bf16 before and after; or those of matrices as FP8 with one scale for all ranks, a power of two, and mu, as FP8-LM has it.
+   */
+  communicate?: Communication
+  /**
+   * The factor of gradients that are summed as FP8, over the scale of the largest: 1 / sqrt(ranks) (`fixed`), or what follows
+   * from how many values of the sum saturate, by one of two readings of the paper (default none). Where there is one rank each
+   * micro-batch of a step stands for a rank, with dw 'e4m3/t' (default: a gradient is rounded again whenever a micro-batch was
+   * added).
    */
   mu?: 'none' | 'fixed' | 'absolute' | 'relative'
   /** Products of linear layers and updates in arithmetic that is imitated, where all else is f32. */
@@ -115,8 +124,10 @@ export interface Recipe {
   layers?: Readonly<Record<string, LayerRecipe>>
 }
 
-/** Axes of a block that differ from the model's; the residual stream, the loss's and mu are the model's. */
-export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream' | 'lossScale' | 'mu'>>
+/** Axes of a block that differ from the model's. */
+export type LayerRecipe = Partial<Omit<Recipe, (typeof whole)[number]>>
+/** Axes of the whole model. */
+export const whole = ['layers', 'stream', 'lossScale', 'mu', 'communicate'] as const
 
 // What Transformer Engine takes.
 const history = { history: 1024, pick: 'max', margin: 0 } as const
@@ -177,7 +188,7 @@ export const recipes = {
   'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
   'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
   'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
-  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative' },
+  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative', communicate: 'e4m3/t' },
   // loss scaling where bf16 stands for f16, of which there are no products
   'micikevicius-bf16':{ x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32',       lossScale: 'dynamic' },
   // emulated: what no machine here computes, as f32 values

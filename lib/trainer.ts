@@ -4,7 +4,7 @@ import { quantizesGradients } from './axes.ts'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
-import { exchangeOf, type MuSetting, type RankedGradients } from './exchange.ts'
+import { type Exchange, exchangeOf, type MuSetting } from './exchange.ts'
 import { expectGraphs, type Recorded, StepGraph, shapeOf, stepsBeforeGraph } from './graph.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import { LossScale } from './lossscale.ts'
@@ -13,7 +13,7 @@ import { CoatError, type MemoryUsage, native } from './native.ts'
 import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import { alone, expectTogether, type Ranks } from './ranks.ts'
-import type { LossScaling, Recipe } from './recipes.ts'
+import type { Communication, LossScaling, Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { checked, checkNames, expectCount } from './settings.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
@@ -66,8 +66,10 @@ export interface TrainerOptions {
    * counts as an overflow, too, and each step waits for its numbers.
    */
   lossScale?: LossScaling
-  /** How micro-batches are summed as the ranks of FP8-LM (default: as the recipe says). */
+  /** The factor of gradients that are summed as FP8 (default: as the recipe says). */
   mu?: MuSetting
+  /** How gradients travel between ranks (default: as the recipe says). */
+  communicate?: Communication
   /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
   spike?: SpikeOptions
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
@@ -143,11 +145,11 @@ const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
   ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint', 'ranks'],
-  ...['lossScale', 'mu'],
+  ...['lossScale', 'mu', 'communicate'],
 ]
 
 /** Options of which the trainer makes something. */
-type Apart = 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'lossScale' | 'mu' | 'ranks'
+type Apart = 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'lossScale' | 'mu' | 'communicate' | 'ranks'
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
@@ -160,8 +162,8 @@ export class Trainer implements Disposable {
   }
   readonly guard: SpikeGuard | null
   readonly lossScale: LossScale | null
-  /** Micro-batches as ranks, where they are. */
-  readonly exchange: RankedGradients | null
+  /** How gradients of micro-batches as ranks, or of ranks, are summed, where it is not as they are. */
+  readonly exchange: Exchange | null
   /** Batches taken so far, skipped steps included. */
   batches = 0
   skippedSteps = 0
@@ -183,7 +185,7 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, lossScale, mu, ranks = alone, ...rest } = options
+    const { optimizer, checkpoint, spike, validate, lossScale, mu, communicate, ranks = alone, ...rest } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -242,8 +244,7 @@ export class Trainer implements Disposable {
         'graph',
       )
     if (full.graph) expectGraphs(model)
-    const setting = mu ?? model.recipe.mu ?? 'none'
-    if (ranks.count > 1) expectTogether(ranks, model, { ...full, mu: setting })
+    if (ranks.count > 1) expectTogether(ranks, model, full)
     this.ranks = ranks
     this.model = model
     this.options = full
@@ -251,7 +252,9 @@ export class Trainer implements Disposable {
     const scaling = lossScale ?? model.recipe.lossScale ?? 'none'
     this.lossScale = scaling === 'none' ? null : new LossScale(scaling)
     const trained = model.parameters().filter(({ frozen }) => !frozen)
-    this.exchange = exchangeOf(trained, setting, full)
+    const { recipe } = model
+    const sums = { mu: mu ?? recipe.mu ?? 'none', communicate: communicate ?? recipe.communicate ?? 'f32' } as const
+    this.exchange = exchangeOf(trained, sums, full, ranks)
     this.optimizer = optimizerOf(model, model.recipe, optimizer, ranks)
   }
 
@@ -357,7 +360,7 @@ export class Trainer implements Disposable {
     const { optimizer, guard, ranks, lossScale, exchange } = this
     const scale = lossScale?.value ?? 1
     // quantizing saturates infinities, and counts them
-    const hidden = (lossScale ?? exchange) !== null && quantizesGradients(this.model.recipe)
+    const hidden = exchange?.quantizes || (lossScale !== null && quantizesGradients(this.model.recipe))
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
@@ -403,7 +406,7 @@ export class Trainer implements Disposable {
         this.#keepTwins(false)
       }
       this.#begin('update')
-      await ranks.add(optimizer.gradients)
+      await (exchange ? exchange.add(ranks) : ranks.add(optimizer.gradients))
       const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip, scale)
       try {
         const measure = async () => {
