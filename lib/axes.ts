@@ -28,6 +28,7 @@ const free = {
   ...{ layers: [], emulated: [], lossScale: [] },
   mu: ['none', 'fixed', 'absolute', 'relative'],
   communicate: ['f32', 'bf16', 'e4m3/t'],
+  partition: ['whole', 'flat'],
 } as const
 const picks = ['max', 'most_recent']
 
@@ -151,7 +152,7 @@ function checked(which: Recipe, where = ''): Recipe {
       )
   const { lossScale = 'none' } = which
   if (lossScale !== 'none') new LossScale(lossScale)
-  for (const axis of ['mu', 'communicate'] as const) {
+  for (const axis of ['mu', 'communicate', 'partition'] as const) {
     const value = which[axis]
     if (value !== undefined && !(free[axis] as readonly string[]).includes(value))
       refuse(`${where}${axis} is '${value}' and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)

@@ -1,5 +1,5 @@
 // Gradients of several ranks in FP8 (FP8-LM, arXiv 2310.18313): one scale for all, the factor that keeps their sum within the
-// format, micro-batches that stand for ranks, and which rank keeps the states of which tensors.
+// format, and micro-batches that stand for ranks.
 import { CoatError, native } from './native.ts'
 import type { Ranks } from './ranks.ts'
 import type { Communication } from './recipes.ts'
@@ -315,25 +315,3 @@ export function exchangeOf(
     : new RankedGradients(params, { ...given, ranks: options.accumulate })
 }
 const communications: readonly Communication[] = ['f32', 'bf16', 'e4m3/t']
-
-/**
- * Whole tensors to ranks (algorithm 1): the largest first, each to the rank that has least so far, the lower one of equals.
- * Returns the places of the tensors in `sizes`, by rank: tensors with one scale each are not cut.
- */
-export function partitionWhole(sizes: readonly number[], ranks: number): number[][] {
-  if (!Number.isSafeInteger(ranks) || ranks < 1)
-    throw new CoatError(
-      `partitionWhole: ranks is ${ranks} and must be an integer of at least 1`,
-      'value',
-      'partitionWhole',
-      'ranks',
-    )
-  const parts = Array.from({ length: ranks }, () => ({ load: 0, places: [] as number[] }))
-  const order = sizes.map((size, place) => ({ size, place })).sort((a, b) => b.size - a.size || a.place - b.place)
-  for (const { size, place } of order) {
-    const least = parts.reduce((best, part) => (part.load < best.load ? part : best))
-    least.load += size
-    least.places.push(place)
-  }
-  return parts.map(({ places }) => places)
-}

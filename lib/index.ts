@@ -40,7 +40,6 @@ export {
   type MuOptions,
   type MuReading,
   type MuSetting,
-  partitionWhole,
   RankedGradients,
   SentGradients,
   saturatedShare,
@@ -99,6 +98,7 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
+export { type Piece, partitionFlat, partitionWhole } from './partition.ts'
 export {
   type Accumulator,
   accumulated,

@@ -57,6 +57,8 @@ export interface Emulation {
 
 /** How gradients travel between ranks that train together. */
 export type Communication = 'f32' | 'bf16' | 'e4m3/t'
+/** How states are divided between them. */
+export type Partition = 'whole' | 'flat'
 
 /** How a model is trained, axis by axis. */
 export interface Recipe {
@@ -112,6 +114,11 @@ export interface Recipe {
    */
   communicate?: Communication
   /**
+   * Which rank keeps the states of what (default `whole`): whole tensors, the largest first, each to the rank that has least; or
+   * equal parts of all tensors end to end, for which matrices are cut, unless they or their states have one scale (`flat`).
+   */
+  partition?: Partition
+  /**
    * The factor of gradients that are summed as FP8, over the scale of the largest: 1 / sqrt(ranks) (`fixed`), or what follows
    * from how many values of the sum saturate, by one of two readings of the paper (default none). Where there is one rank each
    * micro-batch of a step stands for a rank, with dw 'e4m3/t' (default: a gradient is rounded again whenever a micro-batch was
@@ -127,7 +134,7 @@ export interface Recipe {
 /** Axes of a block that differ from the model's. */
 export type LayerRecipe = Partial<Omit<Recipe, (typeof whole)[number]>>
 /** Axes of the whole model. */
-export const whole = ['layers', 'stream', 'lossScale', 'mu', 'communicate'] as const
+export const whole = ['layers', 'stream', 'lossScale', 'mu', 'communicate', 'partition'] as const
 
 // What Transformer Engine takes.
 const history = { history: 1024, pick: 'max', margin: 0 } as const

@@ -13,7 +13,7 @@ import { CoatError, type MemoryUsage, native } from './native.ts'
 import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import { alone, expectTogether, type Ranks } from './ranks.ts'
-import type { Communication, LossScaling, Recipe } from './recipes.ts'
+import type { Communication, LossScaling, Partition, Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { checked, checkNames, expectCount } from './settings.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
@@ -70,6 +70,8 @@ export interface TrainerOptions {
   mu?: MuSetting
   /** How gradients travel between ranks (default: as the recipe says). */
   communicate?: Communication
+  /** Which rank keeps the states of what (default: as the recipe says). */
+  partition?: Partition
   /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
   spike?: SpikeOptions
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
@@ -145,11 +147,20 @@ const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
   ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint', 'ranks'],
-  ...['lossScale', 'mu', 'communicate'],
+  ...['lossScale', 'mu', 'communicate', 'partition'],
 ]
 
 /** Options of which the trainer makes something. */
-type Apart = 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'lossScale' | 'mu' | 'communicate' | 'ranks'
+type Apart =
+  | 'optimizer'
+  | 'spike'
+  | 'validate'
+  | 'checkpoint'
+  | 'lossScale'
+  | 'mu'
+  | 'ranks'
+  | 'communicate'
+  | 'partition'
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
@@ -185,7 +196,18 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, lossScale, mu, communicate, ranks = alone, ...rest } = options
+    const {
+      optimizer,
+      checkpoint,
+      spike,
+      validate,
+      lossScale,
+      mu,
+      ranks = alone,
+      communicate,
+      partition,
+      ...rest
+    } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -205,44 +227,29 @@ export class Trainer implements Disposable {
     for (const name of ['batch', 'accumulate', 'steps', 'maxSkips'] as const) expectCount(name, full[name])
     checkNames(full.callbacks, ['step', 'saved'], 'callbacks.')
     checkNames(spike ?? {}, ['sigma', 'window'], 'spike.')
-    if (!(full.clip >= 0))
-      throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
+    const refuse = (name: string, text: string): never => {
+      throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
+    }
+    if (!(full.clip >= 0)) refuse('clip', `is ${full.clip} and must be at least 0`)
     if (!recomputes.includes(full.recompute))
-      throw new CoatError(
-        `Trainer: recompute is ${full.recompute} and must be one of ${recomputes.join(', ')}`,
-        'value',
-        'Trainer',
-        'recompute',
-      )
+      refuse('recompute', `is ${full.recompute} and must be one of ${recomputes.join(', ')}`)
     const { measureUpdates: measured } = full
     if (!Number.isSafeInteger(measured) || measured < 0 || (measured > 0 && full.optimizerInBackward))
-      throw new CoatError(
-        `Trainer: measureUpdates is ${measured} and must be an integer of at least 0, and 0 with optimizerInBackward`,
-        'value',
-        'Trainer',
-        'measureUpdates',
-      )
-    if (full.optimizerInBackward && full.accumulate > 1)
-      throw new CoatError(
-        `Trainer: accumulate is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
-        'value',
-        'Trainer',
-        'accumulate',
-      )
-    if (full.optimizerInBackward && spike !== undefined)
-      throw new CoatError(
-        'Trainer: spike cannot be had with optimizerInBackward, which updates before the norm is known',
-        'value',
-        'Trainer',
-        'spike',
-      )
-    if (full.graph && full.optimizerInBackward)
-      throw new CoatError(
-        'Trainer: graph cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
-        'value',
-        'Trainer',
-        'graph',
-      )
+      refuse('measureUpdates', `is ${measured} and must be an integer of at least 0, and 0 with optimizerInBackward`)
+    if (full.optimizerInBackward) {
+      if (full.accumulate > 1)
+        refuse(
+          'accumulate',
+          `is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
+        )
+      if (spike !== undefined)
+        refuse('spike', 'cannot be had with optimizerInBackward, which updates before the norm is known')
+      if (full.graph)
+        refuse(
+          'graph',
+          'cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
+        )
+    }
     if (full.graph) expectGraphs(model)
     if (ranks.count > 1) expectTogether(ranks, model, full)
     this.ranks = ranks
@@ -255,7 +262,9 @@ export class Trainer implements Disposable {
     const { recipe } = model
     const sums = { mu: mu ?? recipe.mu ?? 'none', communicate: communicate ?? recipe.communicate ?? 'f32' } as const
     this.exchange = exchangeOf(trained, sums, full, ranks)
-    this.optimizer = optimizerOf(model, model.recipe, optimizer, ranks)
+    const { rank, count } = ranks
+    const part = { rank, count, partition: partition ?? recipe.partition ?? 'whole' }
+    this.optimizer = optimizerOf(model, recipe, optimizer, part)
   }
 
   /** Whether a step is running: another one, and checkpoints, are refused meanwhile. */
@@ -424,10 +433,7 @@ export class Trainer implements Disposable {
         const dropped = spike || overflow
         if (!dropped && measured) updates = await optimizer.measuredStep(lr, norm.clip)
         else if (!dropped && !within) optimizer.step(lr, norm.clip)
-        await ranks.share(
-          optimizer.params.map(({ tensor }) => tensor),
-          optimizer.owners,
-        )
+        await optimizer.share(ranks)
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         if (!waits) await measure()

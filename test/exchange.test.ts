@@ -7,6 +7,7 @@ import {
   type MuOptions,
   memory,
   type Param,
+  partitionFlat,
   partitionWhole,
   RankedGradients,
   type RecipeName,
@@ -386,4 +387,60 @@ it.each([
   [[2, 2], 3, [[0], [1], []]],
 ])('whole tensors of %j on %i ranks', (sizes, ranks, expected) => {
   expect(partitionWhole(sizes, ranks)).toEqual(expected)
+})
+
+describe('equal parts of tensors end to end', () => {
+  const matrix = (rows: number, columns: number) => ({ rows, columns, cuttable: true })
+  it.each([
+    // the middle lies in the second, which may be cut at every 4th row
+    [[matrix(16, 64), matrix(48, 64)], 2, ['0 on 0', '1 on 0: 0 to 16', '1 on 1: 16 to 48']],
+    // rows of 100 begin a run of 256 at every 64th
+    [[matrix(256, 100)], 3, ['0 on 0: 0 to 64', '0 on 1: 64 to 192', '0 on 2: 192 to 256']],
+    [
+      [matrix(256, 256), matrix(1, 64)],
+      4,
+      [0, 1, 2, 3].map((i) => `0 on ${i}: ${64 * i} to ${64 * i + 64}`).concat('1 on 3'),
+    ],
+    // the nearer end of what is not cut
+    [
+      [{ ...matrix(30, 64), cuttable: false }, matrix(30, 64), { ...matrix(1, 64), cuttable: false }],
+      2,
+      ['0 on 0', '1 on 1', '2 on 1'],
+    ],
+    [[{ ...matrix(6, 64), cuttable: false }], 3, ['0 on 1']],
+    [[matrix(8, 256)], 1, ['0 on 0']],
+  ])('%j on %i ranks', (tensors, ranks, expected) => {
+    const shown = partitionFlat(tensors, ranks).map(
+      ({ place, rank, rows }) => `${place} on ${rank}${rows ? `: ${rows.join(' to ')}` : ''}`,
+    )
+    expect(shown).toEqual(expected)
+  })
+
+  it('have all rows once, and differ by a run of rows at most', () => {
+    const random = new Random(11)
+    for (let i = 0; i < 100; i++) {
+      const tensors = Array.from({ length: 5 }, () =>
+        matrix(64 * (1 + random.integer(9)), 32 * (1 + random.integer(9))),
+      )
+      const ranks = 1 + random.integer(6)
+      const pieces = partitionFlat(tensors, ranks)
+      const loads = new Array(ranks).fill(0)
+      for (const [place, { rows, columns }] of tensors.entries()) {
+        let next = 0
+        for (const piece of pieces.filter((each) => each.place === place)) {
+          const [from, to] = piece.rows ?? [0, rows]
+          expect([from, (from * columns) % 256]).toEqual([next, 0])
+          loads[piece.rank] += (to - from) * columns
+          next = to
+        }
+        expect(next).toBe(rows)
+      }
+      const total = tensors.reduce((sum, { rows, columns }) => sum + rows * columns, 0)
+      for (const load of loads) expect(Math.abs(load - total / ranks)).toBeLessThanOrEqual(9 * 32 * 256)
+      expect(pieces.map(({ rank }) => rank)).toEqual(pieces.map(({ rank }) => rank).sort((a, b) => a - b))
+    }
+    expect(() => partitionFlat([matrix(1, 1)], 0)).toThrow(
+      'partitionFlat: ranks is 0 and must be an integer of at least 1',
+    )
+  })
 })
