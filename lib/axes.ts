@@ -38,7 +38,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/r', 'e4m3/g128', 'e4m3/g128p2'],
   dwFrom: ['operands', 'stream'],
   accumulate: ['split'],
-  scale: ['current'],
+  scale: ['current', 'pow2'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
@@ -79,7 +79,12 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   { text: "saved 'e4m3/g16' needs x 'e4m3/t'", holds: ({ x, saved }) => !isScaled(saved) || x === 'e4m3/t' },
   {
     text: "a delayed scale needs x 'e4m3/t' and param 'f32' or 'bf16'",
-    holds: ({ scale, x, param }) => scale === 'current' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
+    holds: ({ scale, x, param }) =>
+      typeof scale === 'string' || (x === 'e4m3/t' && (param === 'f32' || param === 'bf16')),
+  },
+  {
+    text: "scale 'pow2' needs x 'e4m3/t'",
+    holds: ({ scale, x }) => scale !== 'pow2' || x === 'e4m3/t',
   },
   {
     text: "dwFrom 'stream' needs x 'e4m3/r' or plain, and param 'f32' or 'bf16'",

@@ -155,10 +155,12 @@ abstract class Exchange implements Disposable {
   readonly settings: object
   /** Whether it rounds to FP8, where infinities saturate. */
   readonly quantizes: boolean
+  readonly #before: readonly GradientHolder['gradScale'][]
   protected readonly scaled: readonly { readonly holder: GradientHolder; readonly mu: AutomaticMu | null }[]
 
   constructor(scaled: readonly GradientHolder[], mu: MuOptions | null, settings: object) {
     this.scaled = scaled.map((holder) => ({ holder, mu: mu && new AutomaticMu(mu) }))
+    this.#before = scaled.map(({ gradScale }) => gradScale)
     for (const holder of scaled) holder.gradScale = 'pow2'
     this.quantizes = scaled.length > 0
     this.settings = { ...settings, ...(mu ? { mu: new AutomaticMu(mu).options } : {}) }
@@ -189,7 +191,7 @@ abstract class Exchange implements Disposable {
 
   dispose(): void {
     this.drop()
-    for (const { holder } of this.scaled) holder.gradScale = 'exact'
+    for (const [i, { holder }] of this.scaled.entries()) holder.gradScale = this.#before[i] ?? 'exact'
   }
   [Symbol.dispose](): void {
     this.dispose()

@@ -133,7 +133,7 @@ export {
   type WriteOptions,
   writeSafetensors,
 } from './safetensors.ts'
-export { DelayedScale } from './scaler.ts'
+export { DelayedScale, type PlacedScale, PowerOfTwoScale } from './scaler.ts'
 export {
   constant,
   cosine,

@@ -78,8 +78,11 @@ export interface Recipe {
   dwFrom: 'operands' | 'stream'
   /** How FP8 products are summed: in FP32 from every 128 of K on. */
   accumulate: 'split'
-  /** How a per-tensor scale is chosen: `current` measures every tensor; else it follows from the last steps. */
-  scale: 'current' | DelayedScaling
+  /**
+   * How a per-tensor scale is chosen: `current` measures every tensor; `pow2` takes the power of two that is not below that, of
+   * gradients in dw 'e4m3/t', too; else it follows from the last steps. Of states and parameters it is a power of two anyway.
+   */
+  scale: 'current' | 'pow2' | DelayedScaling
   /** What nonlinear ops keep of their inputs for backward; with the stream's format they read it, too, whatever the flow. */
   saved: Plain | 'e4m3/g16'
   /**
@@ -192,10 +195,10 @@ export const recipes = {
   'te-block':         { x: 'e4m3/g128p2', w: 'e4m3/b128p2', dy: 'e4m3/g128p2', dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
   'deepseek-v3':      { x: 'e4m3/g128',   w: 'e4m3/b128',   dy: 'e4m3/g128',   dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
   // FP8-LM: its parameters and gradients, then its moments
-  'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
-  'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
-  'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
-  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative', communicate: 'e4m3/t' },
+  'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
+  'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative', communicate: 'e4m3/t' },
   // loss scaling where bf16 stands for f16, of which there are no products
   'micikevicius-bf16':{ x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32',       lossScale: 'dynamic' },
   // emulated: what no machine here computes, as f32 values

@@ -115,6 +115,7 @@ it.each<[unknown, RegExp]>([
     /emulated.update is 'e9m2': round_to: range is 9 and must be from 2 to 8/,
   ],
   [{ ...recipes.bf16, communicate: 'e5m2/t' }, /communicate is 'e5m2\/t' and must be one of f32, bf16, e4m3\/t/],
+  [{ ...recipes.bf16, scale: 'pow2' }, /scale 'pow2' needs x 'e4m3\/t'/],
   [{ ...recipes.bf16, partition: 'rows' }, /partition is 'rows' and must be one of whole, flat/],
   [{ ...recipes.e8m3, communicate: 'bf16' }, /communicate other than 'f32' cannot be had with emulated/],
   [{ ...recipes.bf16, rounding: 'kahan' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
