@@ -22,22 +22,24 @@ COAT_HD double double_of(uint64_t u) {
 constexpr double power_of_two(int exponent) {
   return __builtin_bit_cast(double, static_cast<uint64_t>(1023 + exponent) << 52);
 }
+constexpr double kInfinite = power_of_two(1024);
 
 // Numbers of a sign, `range` bits of exponent and `precision` bits behind the leading one, in the manner of IEEE 754
-// with the highest exponent left out (float); or of `range` bits before the point, the sign included, and `precision`
-// behind it (fixed: Gupta et al., 2015, arXiv 1502.02551); all divided by 2^shift. What is too large becomes the
-// largest; NaN stays NaN.
+// with the highest exponent left out (float), or with infinities there (ieee); or of `range` bits before the point, the
+// sign included, and `precision` behind it (fixed: Gupta et al., 2015, arXiv 1502.02551); all divided by 2^shift. What
+// is too large becomes the largest, or with ieee infinite where it is rounded beyond that; NaN stays NaN.
 struct Arithmetic {
-  double low, high;
-  double least;  // the power of two below which neighbours come no closer
-  double unit;   // distance of neighbours as a part of the power of two under them
+  double low, high;  // ends of what is rounded
+  double most;       // beyond it lie infinities
+  double least;      // the power of two below which neighbours come no closer
+  double unit;       // distance of neighbours as a part of the power of two under them
   uint64_t seed;
   bool stochastic;
 
   // Of the arguments of an op.
   template <class Args>
   explicit Arithmetic(const Args& args) : seed(args.seed), stochastic(args.rounding == 1) {
-    const bool fixed = args.arithmetic == 1;
+    const bool fixed = args.arithmetic == 1, ieee = args.arithmetic == 2;
     const int64_t few = fixed ? 1 : 2, many = fixed ? 25 : 8, behind = fixed ? 25 - args.range : 23;
     if (args.range < few || args.range > many)
       fail("value", "range", "range is ", args.range, " and must be from ", few, " to ", many);
@@ -51,8 +53,10 @@ struct Arithmetic {
     unit = power_of_two(fixed ? -range - precision : -precision);
     high = fixed ? power_of_two(range - 1) - power_of_two(-precision) : power_of_two(bias) * (2 - unit);
     low = fixed ? -power_of_two(range - 1) : -high;
+    most = ieee ? high : kInfinite;
+    if (ieee) high = power_of_two(bias + 1), low = -high;
     const double shifted = power_of_two(-static_cast<int>(args.shift));
-    least *= shifted, high *= shifted, low *= shifted;
+    least *= shifted, high *= shifted, low *= shifted, most *= shifted;
   }
 
   // Where a number falls between its neighbours: from -1/2 to 1/2 of their distance, from the bits of the seed, the
@@ -68,7 +72,8 @@ struct Arithmetic {
     const double power = double_of(bits_of_double(c) & 0x7ff0000000000000u);
     const double distance = (power > least ? power : least) * unit;
     const double anchor = distance * 0x1.8p52;
-    return ((c + offset * distance) + anchor) - anchor;
+    const double rounded = ((c + offset * distance) + anchor) - anchor;
+    return rounded > most ? kInfinite : (rounded < -most ? -kInfinite : rounded);
   }
   COAT_HD double round_at(double x, uint64_t place) const { return round(x, stochastic ? offset(x, place) : 0.0); }
   template <int W>

@@ -9,6 +9,7 @@ import {
   type Recipe,
   type RecipeName,
   recipes,
+  whole,
 } from './recipes.ts'
 import { type Format, isScaled } from './tensor.ts'
 
@@ -24,10 +25,10 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
 type Axis = Exclude<keyof Recipe, keyof typeof free>
 // Axes that may be left out, and by themselves have more rules than a list of words; `layers` is no axis.
 const free = {
-  layers: [],
-  emulated: [],
-  lossScale: [],
+  ...{ layers: [], emulated: [], lossScale: [] },
   mu: ['none', 'fixed', 'absolute', 'relative'],
+  communicate: ['f32', 'bf16', 'e4m3/t'],
+  partition: ['whole', 'flat'],
   qkvGrad: ['fused', 'split'],
 } as const
 const picks = ['max', 'most_recent']
@@ -38,7 +39,7 @@ const axes: { readonly [Name in Axis]: readonly Recipe[Name][] } = {
   dy: ['f32', 'bf16', 'e5m2/t', 'e4m3/r', 'e4m3/g128', 'e4m3/g128p2'],
   dwFrom: ['operands', 'stream'],
   accumulate: ['split', 'fast', 'fast-forward'],
-  scale: ['current'],
+  scale: ['current', 'pow2'],
   saved: ['f32', 'bf16', 'e4m3/g16'],
   flow: ['fp8', 'save'],
   stream: ['f32', 'bf16'],
@@ -85,13 +86,17 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
       accumulate === 'split' || ([x, w, dy].join() === mixable.join() && qkvGrad !== 'split'),
   },
   {
+    text: "scale 'pow2' needs x 'e4m3/t', w 'e4m3/t' and dy 'e5m2/t'",
+    holds: ({ scale, x, w, dy }) => scale !== 'pow2' || [x, w, dy].join() === mixable.join(),
+  },
+  {
     text: "saved 'e4m3/g16' needs x 'e4m3/t' or plain",
     holds: ({ x, saved }) => !isScaled(saved) || !isScaled(x) || x === 'e4m3/t',
   },
   {
     text: "a delayed scale needs x 'e4m3/t', w 'e4m3/t', dy 'e5m2/t' and param 'f32' or 'bf16'",
     holds: ({ scale, x, w, dy, param }) =>
-      scale === 'current' || ([x, w, dy].join() === mixable.join() && (param === 'f32' || param === 'bf16')),
+      typeof scale === 'string' || ([x, w, dy].join() === mixable.join() && (param === 'f32' || param === 'bf16')),
   },
   {
     text: "dwFrom 'stream' needs x 'e4m3/r' or plain x, w and dy, and param 'f32' or 'bf16'",
@@ -123,6 +128,10 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
     text: "mu needs dw 'e4m3/t'",
     holds: ({ mu = 'none', dw }) => mu === 'none' || dw === 'e4m3/t',
+  },
+  {
+    text: "communicate other than 'f32' cannot be had with emulated, whose gradients are f32",
+    holds: ({ communicate = 'f32', emulated }) => communicate === 'f32' || !emulated,
   },
   {
     text: "rounding other than 'nearest' needs param 'bf16' and no master",
@@ -164,10 +173,10 @@ function checked(which: Recipe, where = ''): Recipe {
       )
   const { lossScale = 'none' } = which
   if (lossScale !== 'none') new LossScale(lossScale)
-  for (const axis of ['mu', 'qkvGrad'] as const) {
-    const { [axis]: word = free[axis][0] } = which
-    if (!(free[axis] as readonly string[]).includes(word))
-      refuse(`${where}${axis} is '${word}' and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)
+  for (const axis of ['mu', 'communicate', 'partition', 'qkvGrad'] as const) {
+    const value = which[axis]
+    if (value !== undefined && !(free[axis] as readonly string[]).includes(value))
+      refuse(`${where}${axis} is '${value}' and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)
   }
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
@@ -187,7 +196,7 @@ function checked(which: Recipe, where = ''): Recipe {
       refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
     }
   for (const [pattern, change] of Object.entries(which.layers ?? {})) {
-    for (const axis of ['stream', 'layers', 'lossScale', 'mu'])
+    for (const axis of whole)
       if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
   }
@@ -208,19 +217,19 @@ function checkDelayed(scaling: DelayedScaling, where: string): void {
 }
 
 function checkEmulation(emulation: Emulation, where: string): void {
-  const names = ['operand', 'sum', 'chunk', 'lossScale', 'update']
+  const names = ['operand', 'sum', 'chunk', 'result', 'lossScale', 'update']
   for (const name of Object.keys(emulation))
     if (!names.includes(name))
       refuse(`axis '${where}${name}' is unknown; an emulation has ${names.join(', ')}`, `${where}${name}`)
-  const { operand, sum, chunk, lossScale, update } = emulation
-  if (!Number.isSafeInteger(chunk) || chunk < 0)
-    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0`, `${where}chunk`)
+  const { sum, chunk, lossScale } = emulation
+  if (!Number.isSafeInteger(chunk) || chunk < 0 || (sum === 'f32' && chunk !== 0))
+    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0, and 0 with sum 'f32'`, `${where}chunk`)
   const shift = Math.log2(lossScale)
   if (!Number.isSafeInteger(shift) || shift < 0)
     refuse(`${where}lossScale is ${lossScale} and must be a power of two of at least 1`, `${where}lossScale`)
   const one = native.make('f32', [1], 'cpu', 'temp')
   try {
-    for (const [name, word] of Object.entries({ operand, sum, ...(update !== null && { update }) }))
+    for (const [name, word] of wordsOf(emulation, where))
       try {
         native.free(native.round_to(one, ...arithmeticOf(word, lossScale), 0))
       } catch (error) {
@@ -231,18 +240,41 @@ function checkEmulation(emulation: Emulation, where: string): void {
   }
 }
 
+// The arithmetic words of an emulation by their names, those of its parts too.
+function wordsOf({ operand, sum, result, update }: Emulation, where: string): [name: string, word: Arithmetic][] {
+  const parts = (name: string, of: Emulation['operand' | 'result'], known: readonly string[]) => {
+    if (typeof of !== 'object' || of === null) return of === undefined ? [] : [[name, of] as [string, Arithmetic]]
+    const odd = [...Object.keys(of), ...(name === 'operand' ? known : [])].find(
+      (part) => !known.includes(part) || !Object.hasOwn(of, part),
+    )
+    if (odd)
+      refuse(
+        `${where}${name} has ${Object.keys(of).join(', ')} and must be a word or have ${known.join(', ')}`,
+        `${where}${name}`,
+      )
+    return Object.entries(of).map(([part, word]) => [`${name}.${part}`, word] as [string, Arithmetic])
+  }
+  return [
+    ...parts('operand', operand, ['x', 'w', 'dy']),
+    ...(sum === 'f32' ? [] : [['sum', sum] as [string, Arithmetic]]),
+    ...parts('result', result, ['y', 'dx', 'dw']),
+    ...(update === null ? [] : [['update', update] as [string, Arithmetic]]),
+  ]
+}
+
 /** What native ops take of a word such as `e5m2` or `q4.12/sr`, for what is multiplied by a power of two. */
 export function arithmeticOf(word: Arithmetic, lossScale = 1) {
-  const [, exponent, mantissa, before, behind, stochastic] = /^(?:e(\d+)m(\d+)|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
+  const [, exponent, mantissa, infinite, before, behind, stochastic] =
+    /^(?:e(\d+)m(\d+)(\/inf)?|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
   const [range, precision] = [exponent ?? before, mantissa ?? behind].map(Number)
   if (range === undefined || precision === undefined || Number.isNaN(range))
     throw new CoatError(
-      `arithmetic is '${word}' and must be eEmM or qI.F with numbers of bits, and /sr for stochastic rounding`,
+      `arithmetic is '${word}' and must be eEmM, eEmM/inf or qI.F with numbers of bits, and /sr for stochastic rounding`,
       'value',
       'round_to',
       'arithmetic',
     )
-  const kind = exponent === undefined ? 'fixed' : 'float'
+  const kind = exponent === undefined ? 'fixed' : infinite === undefined ? 'float' : 'ieee'
   return [kind, range, precision, Math.log2(lossScale), stochastic === undefined ? 'nearest' : 'stochastic'] as const
 }
 

@@ -2,7 +2,7 @@
 import { mkdir, readdir, readFile, rename, rm, writeFile } from 'node:fs/promises'
 import { basename, join } from 'node:path'
 import type { DataState, Dataset } from './data.ts'
-import type { RankedGradients } from './exchange.ts'
+import type { Exchange } from './exchange.ts'
 import type { SpikeGuard, SpikeState } from './guard.ts'
 import type { LossScale, LossScaleState } from './lossscale.ts'
 import type { Module } from './modules.ts'
@@ -50,7 +50,7 @@ export interface Checkpointed {
   /** Whether a step is running: parameters, states and counters are not of one moment then. */
   readonly busy: boolean
   readonly lossScale: LossScale | null
-  readonly exchange: RankedGradients | null
+  readonly exchange: Exchange | null
   batches: number
   skippedSteps: number
   skipsInARow: number
@@ -229,8 +229,7 @@ async function newestOf(trainer: Checkpointed, dir: string, allow: readonly stri
     warnings.push(...compared(trainer, facts, ['steps', ...allow]))
     const entries = entriesOf(trainer)
     matched(folder, entries.model, files.model)
-    const { params, owned } = trainer.optimizer
-    const others = params.filter((param) => !owned.includes(param)).map(({ name }) => name)
+    const others = trainer.optimizer.pieces.filter(({ rank }) => rank !== trainer.ranks.rank).map(({ name }) => name)
     matched(folder, entries.optimizer, files.optimizer, others)
     const batches = batchesOf(trainer, facts)
     if (facts.data) trainer.options.data.restore?.(facts.data)
@@ -386,7 +385,7 @@ function settingsOf(
   places: readonly number[],
 ): Record<string, unknown> {
   // what a trainer has of its own may differ from the recipe's
-  const { lossScale: _scaling, mu: _mu, ...recipe } = model.recipe
+  const { lossScale: _scaling, mu: _mu, communicate: _travel, partition: _part, ...recipe } = model.recipe
   const { config = {} } = model
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
   const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
@@ -400,9 +399,11 @@ function settingsOf(
   const spike = guard ? { spike: guard.options } : {}
   const several = ranks.count > 1 ? { ranks: ranks.count } : {}
   const scale = lossScale ? { lossScale: lossScale.options } : {}
-  const mu = exchange ? { mu: exchange.options } : {}
   return Object.fromEntries(
-    flat({ ...all, ...kept, ...update, ...spike, ...several, ...scale, ...mu, data: order, schedule: factors }),
+    flat({
+      ...{ ...all, ...kept, ...update, ...spike, ...several, ...scale, ...exchange?.settings },
+      ...{ data: order, schedule: factors },
+    }),
   )
 }
 
@@ -435,7 +436,7 @@ function compared(trainer: Checkpointed, { settings }: Facts, allow: readonly st
   return changed.map(text)
 }
 
-function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]> {
+function entriesOf({ model, optimizer, ranks }: Checkpointed): Record<FileName, Entry[]> {
   const parameters = model.parameters().flatMap(({ name, tensor, parts }) => {
     // scales and remainders lie behind all rows
     if (!plain[tensor.format]) return [entryOf(name, tensor, tensor.shape, 0, tensor.bytes)]
@@ -444,10 +445,12 @@ function entriesOf({ model, optimizer }: Checkpointed): Record<FileName, Entry[]
       entryOf(name, tensor, [to - from, ...tensor.shape.slice(1)], from * rowBytes, (to - from) * rowBytes),
     )
   })
-  const states = optimizer.owned.flatMap((param) =>
-    Object.entries(optimizer.stateOf(param)).flatMap(([what, tensor]: [string, Tensor | null]) =>
-      tensor ? [entryOf(`${param.name}.${what}`, tensor, tensor.shape, 0, tensor.bytes)] : [],
-    ),
+  const states = optimizer.pieces.flatMap(({ param, name, rank }) =>
+    rank !== ranks.rank
+      ? []
+      : Object.entries(optimizer.stateOf(param)).flatMap(([what, tensor]: [string, Tensor | null]) =>
+          tensor ? [entryOf(`${name}.${what}`, tensor, tensor.shape, 0, tensor.bytes)] : [],
+        ),
   )
   const scales = model
     .delayedScales()

@@ -33,8 +33,10 @@ export function matmulEmulated(
   { sum, chunk }: Pick<Emulation, 'sum' | 'chunk'>,
   { seed = 0, lossScale = 1 }: RoundOptions = {},
 ): Tensor {
+  const added = bias?.handle ?? null
+  if (sum === 'f32') return Tensor.own(native.matmul_nt(a.handle, b.handle, added, 'f32', null)[0])
   const arithmetic = arithmeticOf(sum, lossScale)
-  return Tensor.own(native.matmul_emulated(a.handle, b.handle, bias?.handle ?? null, chunk, ...arithmetic, seed))
+  return Tensor.own(native.matmul_emulated(a.handle, b.handle, added, chunk, ...arithmetic, seed))
 }
 
 /** An emulation at one place of a model, whose seed is its own. */
@@ -44,22 +46,34 @@ export interface PlacedEmulation extends Emulation {
 
 /** y = x wᵀ + b of rounded operands: x [M, K], w [N, K], b [N] → [M, N]; the products of its gradients are like it. */
 export function emulatedLinear(x: Tensor, w: Tensor, b: Tensor | null, emulation: PlacedEmulation): Tensor {
-  const { operand, sum, lossScale } = emulation
+  const { operand, sum, result, lossScale } = emulation
+  const operands = typeof operand === 'string' ? { x: operand, w: operand, dy: operand } : operand
+  const results = typeof result === 'string' ? { y: result, dx: result, dw: result } : (result ?? {})
   const inputs = [x, w, ...(b ? [b] : [])]
   const tape = recordedBy(...inputs)
   const at = (place: number) => ({ seed: emulation.seed + place })
   const scaled = (place: number) => ({ ...at(place), lossScale })
-  const weight = (w: Tensor) => roundTo(w, operand, at(1))
-  const kept = roundTo(x, operand, at(0))
+  const whole = (sums: Tensor, arithmetic: Arithmetic | undefined, options: RoundOptions) => {
+    if (arithmetic === undefined) return sums
+    const rounded = roundTo(sums, arithmetic, options)
+    sums.dispose()
+    return rounded
+  }
+  const weight = (w: Tensor) => roundTo(w, operands.w, at(1))
+  const kept = roundTo(x, operands.x, at(0))
   const wq = weight(w)
-  const y = matmulEmulated(kept, wq, b, emulation, at(2))
+  const y = whole(matmulEmulated(kept, wq, b, emulation, at(2)), results.y, at(7))
   wq.dispose()
   tape?.push('linear', inputs, y, [kept, w], (dy, [kept, w]) => {
     if (!kept || !w) return []
-    const d = roundTo(dy, operand, scaled(3))
-    const dx = x.requiresGrad ? matmulEmulated(d, turned(weight(w)), null, emulation, scaled(4)) : null
-    const dw = w.requiresGrad ? matmulEmulated(turned(d), turned(kept), null, emulation, scaled(5)) : null
-    const db = b?.requiresGrad ? roundTo(Tensor.own(native.column_sum(d.handle, 'f32')), sum, scaled(6)) : null
+    const d = roundTo(dy, operands.dy, scaled(3))
+    const product = (a: Tensor, b: Tensor, place: number) => matmulEmulated(a, b, null, emulation, scaled(place))
+    const dx = x.requiresGrad ? whole(product(d, turned(weight(w)), 4), results.dx, scaled(8)) : null
+    const dw = w.requiresGrad ? whole(product(turned(d), turned(kept), 5), results.dw, scaled(9)) : null
+    const column = () => Tensor.own(native.column_sum(d.handle, 'f32'))
+    const db = b?.requiresGrad
+      ? whole(whole(column(), sum === 'f32' ? undefined : sum, scaled(6)), results.dw, scaled(10))
+      : null
     return [dx, dw, db]
   })
   return y

@@ -1,6 +1,9 @@
 // Gradients of several ranks in FP8 (FP8-LM, arXiv 2310.18313): one scale for all, the factor that keeps their sum within the
-// format, micro-batches that stand for ranks, and which rank keeps the states of which tensors.
+// format, and micro-batches that stand for ranks.
 import { CoatError, native } from './native.ts'
+import type { Ranks } from './ranks.ts'
+import type { Communication } from './recipes.ts'
+import { retained } from './tape.ts'
 import { isScaled, scope, Tensor } from './tensor.ts'
 
 /** A sum of gradients as FP8 codes; the mean is its value by `count`. */
@@ -27,17 +30,24 @@ export function sumGradients(ranks: readonly Tensor[], mu = 1): GradientSum {
     const { device } = first
     const amax = Tensor.zeros([1], { device })
     for (const rank of ranks) native.observe_amax(amax.handle, rank.amax().handle)
-    const scale = Tensor.own(native.scale_from_amax(amax.handle, 'e4m3/t', 'pow2'))
-    native.multiply_into(scale.handle, Tensor.from([1 / mu], [1], { device }).handle)
-    const rounded = (rank: Tensor) => {
-      const plain = isScaled(rank.format) ? Tensor.own(native.convert(rank.handle, null, 'f32')) : rank
-      const codes = Tensor.own(native.convert(plain.handle, scale.handle, 'e4m3/t'))
-      return Tensor.own(native.convert(codes.handle, null, 'f32'))
-    }
+    const scale = unifiedScale(amax, mu)
+    const rounded = (rank: Tensor) => Tensor.own(native.convert(codesOf(rank, scale).handle, null, 'f32'))
     const total = scope(() => rounded(first))
     for (const rank of others) scope(() => native.add_into(total.handle, rounded(rank).handle))
     return { sum: Tensor.own(native.convert(total.handle, scale.handle, 'e4m3/t')), count: ranks.length }
   })
+}
+
+// The scale of all ranks, of the largest magnitude of them all.
+function unifiedScale(amax: Tensor, mu: number): Tensor {
+  const scale = Tensor.own(native.scale_from_amax(amax.handle, 'e4m3/t', 'pow2'))
+  native.multiply_into(scale.handle, Tensor.from([1 / mu], [1], { device: amax.device }).handle)
+  return scale
+}
+
+function codesOf(gradient: Tensor, scale: Tensor): Tensor {
+  const plain = isScaled(gradient.format) ? Tensor.own(native.convert(gradient.handle, null, 'f32')) : gradient
+  return Tensor.own(native.convert(plain.handle, scale.handle, 'e4m3/t'))
 }
 
 /** The part of the codes of an e4m3/t tensor that are the largest: what may have saturated. Two numbers are read back. */
@@ -127,89 +137,174 @@ export class AutomaticMu {
 /** What holds the gradient of a trained tensor: a parameter. */
 export interface GradientHolder {
   readonly name: string
+  readonly tensor: Tensor
   readonly gradFormat: string | null
   grad: Tensor | null
   gradScale: 'exact' | 'pow2'
 }
 
-/**
- * Micro-batches of a step that stand for ranks: each leaves gradients in e4m3/t, which wait for one another, a byte an element
- * each, and are summed as FP8, with a factor mu a tensor.
- */
-export class RankedGradients implements Disposable {
-  readonly options: Required<MuOptions>
-  readonly #holders: readonly { holder: GradientHolder; mu: AutomaticMu; parts: Tensor[] }[]
+function give(holder: GradientHolder, gradient: Tensor): void {
+  holder.grad?.release()
+  holder.grad = retained(gradient)
+  native.retag(gradient.handle, 'grad')
+}
 
-  constructor(params: readonly GradientHolder[], options: MuOptions) {
-    const scaled = params.filter(({ gradFormat }) => gradFormat === 'e4m3/t')
-    if (scaled.length === 0)
-      throw new CoatError("mu: no parameter has a gradient in e4m3/t: dw must be 'e4m3/t'", 'value', 'mu', 'dw')
+/** Gradients that are summed as those of several ranks, some of them in e4m3/t with a factor mu a tensor. */
+abstract class Exchange implements Disposable {
+  /** What changes the result. */
+  readonly settings: object
+  /** Whether it rounds to FP8, where infinities saturate. */
+  readonly quantizes: boolean
+  readonly #before: readonly GradientHolder['gradScale'][]
+  protected readonly scaled: readonly { readonly holder: GradientHolder; readonly mu: AutomaticMu | null }[]
+
+  constructor(scaled: readonly GradientHolder[], mu: MuOptions | null, settings: object) {
+    this.scaled = scaled.map((holder) => ({ holder, mu: mu && new AutomaticMu(mu) }))
+    this.#before = scaled.map(({ gradScale }) => gradScale)
     for (const holder of scaled) holder.gradScale = 'pow2'
-    this.#holders = scaled.map((holder) => ({ holder, mu: new AutomaticMu(options), parts: [] }))
-    this.options = new AutomaticMu(options).options
+    this.quantizes = scaled.length > 0
+    this.settings = { ...settings, ...(mu ? { mu: new AutomaticMu(mu).options } : {}) }
   }
 
   /** Takes what a micro-batch has left. */
-  take(): void {
-    for (const { holder, parts } of this.#holders) {
-      if (holder.grad) parts.push(holder.grad)
-      holder.grad = null
-    }
-  }
-
+  take(): void {}
   /** Gives each holder the sum of what was taken. */
-  sum(): void {
-    for (const { holder, mu, parts } of this.#holders) {
-      if (parts.length === 0) continue
-      const { sum } = sumGradients(parts, mu.value)
-      holder.grad = sum.retain()
-      sum.dispose()
-      native.retag(sum.handle, 'grad')
-      for (const part of parts.splice(0)) part.release()
-    }
-  }
+  sum(): void {}
+  /** Drops what was taken and not summed. */
+  drop(): void {}
+  /** Gives each holder the sum of all ranks. */
+  abstract add(ranks: Ranks): Promise<void>
 
   /** Measures the sums, which the holders still have, and adapts mu. */
   async update(): Promise<void> {
-    for (const { holder, mu } of this.#holders)
-      if (holder.grad && mu.options.reading !== 'fixed') mu.update(await saturatedShare(holder.grad))
+    for (const { holder, mu } of this.scaled)
+      if (holder.grad && mu && mu.options.reading !== 'fixed') mu.update(await saturatedShare(holder.grad))
   }
 
   /** mu by the names of tensors: plain JSON. */
   state(): Record<string, number> {
-    return Object.fromEntries(this.#holders.map(({ holder, mu }) => [holder.name, mu.value]))
+    return Object.fromEntries(this.scaled.flatMap(({ holder, mu }) => (mu ? [[holder.name, mu.value]] : [])))
   }
   restore(state: Record<string, number>): void {
-    for (const { holder, mu } of this.#holders) mu.value = state[holder.name] ?? mu.value
-  }
-
-  /** Drops what was taken and not summed. */
-  drop(): void {
-    for (const { parts } of this.#holders) for (const part of parts.splice(0)) part.release()
+    for (const { holder, mu } of this.scaled) if (mu) mu.value = state[holder.name] ?? mu.value
   }
 
   dispose(): void {
     this.drop()
-    for (const { holder } of this.#holders) holder.gradScale = 'exact'
+    for (const [i, { holder }] of this.scaled.entries()) holder.gradScale = this.#before[i] ?? 'exact'
   }
   [Symbol.dispose](): void {
     this.dispose()
   }
 }
 
-/** How a trainer has it: a reading with its defaults, or with others. */
+export type { Exchange }
+
+/**
+ * Micro-batches of a step that stand for ranks: each leaves gradients in e4m3/t, which wait for one another, a byte an element
+ * each, and are summed as FP8, with a factor mu a tensor.
+ */
+export class RankedGradients extends Exchange {
+  readonly #parts = new Map<GradientHolder, Tensor[]>()
+
+  constructor(params: readonly GradientHolder[], options: MuOptions) {
+    const scaled = params.filter(({ gradFormat }) => gradFormat === 'e4m3/t')
+    if (scaled.length === 0)
+      throw new CoatError("mu: no parameter has a gradient in e4m3/t: dw must be 'e4m3/t'", 'value', 'mu', 'dw')
+    super(scaled, options, {})
+    for (const holder of scaled) this.#parts.set(holder, [])
+  }
+
+  override take(): void {
+    for (const [holder, parts] of this.#parts) {
+      if (holder.grad) parts.push(holder.grad)
+      holder.grad = null
+    }
+  }
+
+  override sum(): void {
+    for (const { holder, mu } of this.scaled) {
+      const parts = this.#parts.get(holder) ?? []
+      if (parts.length === 0) continue
+      give(holder, sumGradients(parts, mu?.value).sum)
+      for (const part of parts.splice(0)) part.release()
+    }
+  }
+
+  /** There is one. */
+  async add(): Promise<void> {}
+
+  override drop(): void {
+    for (const parts of this.#parts.values()) for (const part of parts.splice(0)) part.release()
+  }
+}
+
+/**
+ * Gradients that are rounded before ranks send them to each other, and stay so: all of them to bf16, or those of matrices to
+ * e4m3/t with one scale for all ranks, as `sumGradients` has it, and a factor mu a tensor.
+ */
+export class SentGradients extends Exchange {
+  readonly #params: readonly GradientHolder[]
+  readonly #format: 'bf16' | 'e4m3/t'
+
+  constructor(params: readonly GradientHolder[], format: 'bf16' | 'e4m3/t', mu: MuOptions | null = null) {
+    super(format === 'bf16' ? [] : params.filter(({ tensor }) => tensor.shape.length === 2), mu, {
+      communicate: format,
+    })
+    this.#params = params
+    this.#format = format
+  }
+
+  async add(ranks: Ranks): Promise<void> {
+    const here = this.#params.filter(({ grad }) => grad !== null)
+    if (this.#format === 'bf16') {
+      for (const holder of here)
+        if (holder.grad && holder.grad.format !== 'bf16')
+          give(holder, Tensor.own(native.convert(holder.grad.handle, null, 'bf16')))
+    } else await this.#round(ranks)
+    await ranks.add(
+      here.map(({ grad }) => grad as Tensor),
+      'kept',
+    )
+  }
+
+  async #round(ranks: Ranks): Promise<void> {
+    const sent = this.scaled.flatMap(({ holder, mu }) => (holder.grad ? [{ holder, mu, grad: holder.grad }] : []))
+    const largest = sent.map(({ grad }) =>
+      scope(() => Tensor.own(native.convert(grad.amax().handle, null, 'f32')).keep()),
+    )
+    try {
+      await ranks.most(largest)
+      for (const [i, { holder, mu, grad }] of sent.entries())
+        scope(() => give(holder, codesOf(grad, unifiedScale(largest[i] as Tensor, mu?.value ?? 1))))
+    } finally {
+      for (const tensor of largest) tensor.dispose()
+    }
+  }
+}
+
+/** How a trainer has mu: a reading with its defaults, or with others. */
 export type MuSetting = 'none' | MuReading | Omit<MuOptions, 'ranks'>
 
-/** Micro-batches as ranks, unless `mu` is none. */
+/** How the gradients of micro-batches, or of several ranks, are summed; null: as they are. */
 export function exchangeOf(
   params: readonly GradientHolder[],
-  mu: MuSetting,
+  { mu, communicate }: { mu: MuSetting; communicate: Communication },
   options: { accumulate: number; optimizerInBackward: boolean; graph: boolean },
-): RankedGradients | null {
-  if (mu === 'none') return null
-  const refuse = (text: string): never => {
-    throw new CoatError(`Trainer: ${text}`, 'value', 'Trainer', 'mu')
+  { count }: Pick<Ranks, 'count'>,
+): Exchange | null {
+  const refuse = (text: string, name = 'mu'): never => {
+    throw new CoatError(`Trainer: ${text}`, 'value', 'Trainer', name)
   }
+  if (!communications.includes(communicate))
+    refuse(
+      `communicate is ${JSON.stringify(communicate)} and must be one of ${communications.join(', ')}`,
+      'communicate',
+    )
+  const several = count > 1
+  if (mu === 'none') return several && communicate !== 'f32' ? new SentGradients(params, communicate) : null
+  if (several && communicate !== 'e4m3/t')
+    refuse(`mu is ${JSON.stringify(mu)} and must be none where several ranks communicate in ${communicate}`)
   for (const name of ['optimizerInBackward', 'graph'] as const)
     if (options[name])
       refuse(`mu is ${JSON.stringify(mu)} and must be none with ${name}: micro-batches are summed one step at a time`)
@@ -217,27 +312,8 @@ export function exchangeOf(
   const given = typeof mu === 'string' ? { reading: mu } : mu
   for (const name of Object.keys(given))
     if (!names.includes(name)) refuse(`option 'mu.${name}' is unknown; the options are ${names.join(', ')}`)
-  return new RankedGradients(params, { ...given, ranks: options.accumulate })
+  return several
+    ? new SentGradients(params, 'e4m3/t', { ...given, ranks: count })
+    : new RankedGradients(params, { ...given, ranks: options.accumulate })
 }
-
-/**
- * Whole tensors to ranks (algorithm 1): the largest first, each to the rank that has least so far, the lower one of equals.
- * Returns the places of the tensors in `sizes`, by rank: tensors with one scale each are not cut.
- */
-export function partitionWhole(sizes: readonly number[], ranks: number): number[][] {
-  if (!Number.isSafeInteger(ranks) || ranks < 1)
-    throw new CoatError(
-      `partitionWhole: ranks is ${ranks} and must be an integer of at least 1`,
-      'value',
-      'partitionWhole',
-      'ranks',
-    )
-  const parts = Array.from({ length: ranks }, () => ({ load: 0, places: [] as number[] }))
-  const order = sizes.map((size, place) => ({ size, place })).sort((a, b) => b.size - a.size || a.place - b.place)
-  for (const { size, place } of order) {
-    const least = parts.reduce((best, part) => (part.load < best.load ? part : best))
-    least.load += size
-    least.places.push(place)
-  }
-  return parts.map(({ places }) => places)
-}
+const communications: readonly Communication[] = ['f32', 'bf16', 'e4m3/t']

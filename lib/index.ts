@@ -35,12 +35,13 @@ export {
 export { type Evaluation, evaluate, type PerplexityOptions, perplexity, type Scorer } from './evaluate.ts'
 export {
   AutomaticMu,
+  type Exchange,
   type GradientSum,
   type MuOptions,
   type MuReading,
   type MuSetting,
-  partitionWhole,
   RankedGradients,
+  SentGradients,
   saturatedShare,
   sumGradients,
 } from './exchange.ts'
@@ -97,6 +98,7 @@ export {
   type SgdOverride,
   sgd,
 } from './optimizer.ts'
+export { type Piece, partitionFlat, partitionWhole } from './partition.ts'
 export {
   type Accumulator,
   accumulated,
@@ -131,7 +133,7 @@ export {
   type WriteOptions,
   writeSafetensors,
 } from './safetensors.ts'
-export { DelayedScale } from './scaler.ts'
+export { DelayedScale, type PlacedScale, PowerOfTwoScale } from './scaler.ts'
 export {
   constant,
   cosine,

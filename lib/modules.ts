@@ -2,11 +2,10 @@
 import { layerRecipe, matcherOf, type RecipeChange, recipe } from './axes.ts'
 import type { KeyValues } from './cache.ts'
 import { roundInto } from './emulate.ts'
-import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
 import * as ops from './ops.ts'
 import type { Arithmetic, Recipe, RecipeName } from './recipes.ts'
-import { DelayedScale } from './scaler.ts'
+import { DelayedScale, placedScales, rounded } from './scaler.ts'
 import { addGradient, retained, Tape } from './tape.ts'
 import { type Device, type DeviceName, device, type GradientSink, isScaled, scope, Tensor } from './tensor.ts'
 
@@ -62,7 +61,7 @@ export class Param implements GradientSink, Disposable {
   readonly arithmetic: Arithmetic | null
   grad: Tensor | null = null
   /** How a gradient in `gradFormat` is scaled: by the largest of its values, or by a power of two as FP8-LM does. */
-  gradScale: 'exact' | 'pow2' = 'exact'
+  gradScale: 'exact' | 'pow2'
   /** Called in backward when `grad` is whole and the tensor may change. */
   onComplete: (() => void) | null = null
 
@@ -73,6 +72,7 @@ export class Param implements GradientSink, Disposable {
     const { shape, init, format } = options
     this.parts = options.parts ?? [{ name, rows: [0, shape[0] as number] }]
     this.gradFormat = options.grad ?? null
+    this.gradScale = build.recipe.scale === 'pow2' ? 'pow2' : 'exact'
     this.tensor = scope(() => {
       if ('value' in init)
         return Tensor.from(new Float32Array(shape.reduce((a, b) => a * b, 1)).fill(init.value), shape, {
@@ -84,7 +84,8 @@ export class Param implements GradientSink, Disposable {
       const values = Tensor.own(
         native.random_normal(drawn, rows, cols, 0, init.std, seedOf(build.seed, name), build.device.kind),
       )
-      return (drawn === format ? values : Tensor.own(native.convert(values.handle, null, format))).keep()
+      // one scale is a power of two, as the optimizer leaves it
+      return (drawn === format ? values : rounded(values, format, 'pow2')).keep()
     })
     this.arithmetic = shape.length === 2 ? (build.recipe.emulated?.update ?? null) : null
     this.#round()
@@ -117,7 +118,8 @@ export class Param implements GradientSink, Disposable {
   }
 
   accumulate(gradient: Tensor): void {
-    if (this.grad && isScaled(this.grad.format)) this.#become(native.convert(this.grad.handle, null, 'bf16'))
+    if (this.grad && isScaled(this.grad.format))
+      this.#become(Tensor.own(native.convert(this.grad.handle, null, 'bf16')))
     this.grad = addGradient(this.grad, gradient)
     native.retag(this.grad.handle, 'grad')
   }
@@ -125,18 +127,14 @@ export class Param implements GradientSink, Disposable {
   complete(): void {
     const { gradFormat, grad } = this
     if (grad && gradFormat && grad.format !== gradFormat)
-      scope(() => {
-        const pow2 = gradFormat === 'e4m3/t' && this.gradScale === 'pow2'
-        const scale = pow2 ? Tensor.own(native.scale_from_amax(grad.amax().handle, gradFormat, 'pow2')).handle : null
-        this.#become(native.convert(grad.handle, scale, gradFormat))
-      })
+      scope(() => this.#become(rounded(grad, gradFormat, this.gradScale)))
     this.onComplete?.()
   }
 
-  #become(grad: Handle): void {
+  #become(grad: Tensor): void {
     this.dropGrad()
-    this.grad = retained(Tensor.own(grad))
-    native.retag(grad, 'grad')
+    this.grad = retained(grad)
+    native.retag(grad.handle, 'grad')
   }
 
   get held(): Tensor | null {
@@ -152,7 +150,7 @@ export class Param implements GradientSink, Disposable {
   write(values: Float32Array): void {
     const { shape, device, format, handle } = this.tensor
     if (format === 'f32') native.write(handle, values)
-    else scope(() => native.assign(handle, Tensor.from(values, shape, { device, format }).handle))
+    else scope(() => native.assign(handle, rounded(Tensor.from(values, shape, { device }), format, 'pow2').handle))
     this.#round()
   }
 
@@ -243,7 +241,7 @@ export class Linear extends Module {
     const placed = emulated && !options.plain ? { emulated: { ...emulated, seed: seedOf(build.seed, name) } } : {}
     const split = options.splitGradient && options.parts ? { dyParts: options.parts.map(({ rows }) => rows) } : {}
     this.formats = { ...linearFormats(recipe, options), ...placed, ...split }
-    this.scales = options.plain ? null : delayedScales(build, name, this.formats)
+    this.scales = options.plain ? null : placedScales(recipe.scale, name, this.formats, build.device)
     this.weight = new Param(build, `${name}.weight`, {
       ...matrixParam(recipe, outputs, inputs, std),
       ...(options.parts ? { parts: options.parts } : {}),
@@ -270,21 +268,13 @@ export class Linear extends Module {
   }
 
   override delayedScales(): DelayedScale[] {
-    return this.scales ? Object.values(this.scales) : []
+    return Object.values(this.scales ?? {}).filter((scale) => scale instanceof DelayedScale)
   }
 
   override dispose(): void {
     for (const scale of this.delayedScales()) scale.dispose()
     super.dispose()
   }
-}
-
-function delayedScales(build: Build, name: string, formats: ops.LinearFormats): ops.LinearScales | null {
-  const { scale } = build.recipe
-  if (scale === 'current') return null
-  const of = (operand: 'x' | 'w' | 'dy') =>
-    new DelayedScale(`${name}.${operand}`, formats[operand], scale, build.device)
-  return { x: of('x'), w: of('w'), dy: of('dy') }
 }
 
 /** A matrix [rows, columns] in the formats of a recipe. */

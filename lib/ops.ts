@@ -3,7 +3,7 @@ import { emulatedLinear, type PlacedEmulation } from './emulate.ts'
 import type { Handle } from './native.gen.ts'
 import { native } from './native.ts'
 import { showOperands } from './operands.ts'
-import type { DelayedScale } from './scaler.ts'
+import type { PlacedScale } from './scaler.ts'
 import { recordedBy, remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
 
@@ -39,11 +39,11 @@ export interface LinearFormats {
   emulated?: PlacedEmulation
 }
 
-/** Scales of the operands of one product from steps before, where they are not measured. */
+/** Scales of the operands of one product, where they are not those that the operands measure. */
 export interface LinearScales {
-  x: DelayedScale
-  w: DelayedScale
-  dy: DelayedScale
+  x: PlacedScale
+  w: PlacedScale
+  dy: PlacedScale
 }
 
 // Scales of runs and rows lie along the sum of a product, so that the gradient of the weight needs others than y does.

@@ -1,10 +1,11 @@
 // Optimizers: which parameters with which formats, one native call for many tensors; clipping stays on the device.
 import { axesOf } from './axes.ts'
 import { roundInto } from './emulate.ts'
-import { partitionWhole } from './exchange.ts'
 import type { Module, Param } from './modules.ts'
 import { CoatError, native } from './native.ts'
-import type { Recipe } from './recipes.ts'
+import { type Piece, partitionFlat, partitionWhole, placeRows, type Rows, rowsOf } from './partition.ts'
+import type { Ranks } from './ranks.ts'
+import type { Partition, Recipe } from './recipes.ts'
 import {
   type AdamWOptions,
   type AdamWOverride,
@@ -26,7 +27,7 @@ import {
   type SgdOptions,
   sgd,
 } from './rules.ts'
-import { type Format, scope, Tensor } from './tensor.ts'
+import { type Format, isScaled, scope, Tensor } from './tensor.ts'
 import { type UpdateQuality, UpdateSums } from './updates.ts'
 
 export type {
@@ -43,6 +44,8 @@ export { adamw, lion, sgd } from './rules.ts'
 
 interface Slot {
   param: Param
+  /** Those that it is for; null: all. */
+  rows: Rows | null
   numbers: Numbers
   /** Learning rate as a part of the optimizer's. */
   share: number
@@ -88,19 +91,28 @@ export type OptimizerRecipe = Pick<Recipe, 'master' | 'm' | 'v' | 'layers'> & { 
 
 const whole: PartOf = { rank: 0, count: 1 }
 
-/** Which of several optimizers of the same parameters this is: each keeps the states of its part, whole tensors, and updates that. */
+/** Which of several optimizers of the same parameters this is: each keeps the states of its part, and updates that. */
 export interface PartOf {
   readonly rank: number
   readonly count: number
+  /** (default `whole`) */
+  readonly partition?: Partition
+}
+
+/** A parameter, or rows of it, and the rank that updates it. */
+export interface ParamPiece extends Piece {
+  readonly param: Param
+  /** The parameter's, with its rows where it is cut. */
+  readonly name: string
 }
 
 /** A rule over the parameters of a module that are not frozen, with the state formats of a recipe. */
 export class Optimizer<Options extends FullOptions = FullOptions> implements Disposable {
   readonly options: Options
   readonly params: readonly Param[]
-  /** The rank that updates each of `params`. */
-  readonly owners: readonly number[]
-  /** Those of `params` that this optimizer updates. */
+  /** Which rank updates what of `params`, in their order; no rank has two pieces of one. */
+  readonly pieces: readonly ParamPiece[]
+  /** Those of `params` of which this optimizer updates something. */
   readonly owned: readonly Param[]
   /** Steps done: t of the bias correction. Skipped steps do not count. */
   steps = 0
@@ -108,19 +120,13 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
   #clipped: Param[] | null = null
   #disposed = false
 
-  constructor(module: Module, recipe: OptimizerRecipe, options: Options, { rank, count }: PartOf = whole) {
+  constructor(module: Module, recipe: OptimizerRecipe, options: Options, part: PartOf = whole) {
     this.options = options
     const { rule, lr, parameters } = options
     const { moments } = rules[rule]
     this.params = module.parameters().filter((param) => !param.frozen)
     if (this.params.length === 0)
       throw new CoatError(`${rule}: the module has no parameter to train`, 'value', rule, 'module')
-    const parts = partitionWhole(
-      this.params.map(({ tensor }) => tensor.numel),
-      count,
-    )
-    this.owners = this.params.map((_, i) => parts.findIndex((places) => places.includes(i)))
-    this.owned = this.params.filter((_, i) => this.owners[i] === rank)
     const matched = parameters.map(({ match }, i) => {
       const named = new Set(module.parameters(match))
       for (const param of named)
@@ -150,7 +156,6 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       )
     checkRounding(rule, options.rounding ?? recipe.rounding ?? 'nearest', common, this.params)
     const entry = entryOf(rule)
-    const calls = new Map<string, number>()
     const plans = this.params.map((param) => {
       const given = parameters.filter((_, i) => matched[i]?.has(param)).flatMap((override) => Object.entries(override))
       const own: Partial<AdamWOverride> = Object.fromEntries(given.filter(([, value]) => value !== undefined))
@@ -164,17 +169,28 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
       const narrow = param.tensor.format === 'bf16'
       const doubled = param.tensor.format === 'f32' ? null : (master ?? null)
       const mode = narrow ? (options.rounding ?? rounding) : 'nearest'
-      const key = JSON.stringify([numbers, doubled, mode, param.arithmetic])
+      const share = lr > 0 ? all.lr / lr : 1
+      return { param, numbers, share, rounding: mode, doubled, m: all.m, v: all.v }
+    })
+    this.pieces = piecesOf(plans, part)
+    const mine = this.pieces.filter(({ rank }) => rank === part.rank)
+    this.owned = mine.map(({ param }) => param)
+    const calls = new Map<string, number>()
+    const called = this.pieces.map(({ place, rows }) => {
+      const { numbers, doubled, rounding, param } = plans[place] as (typeof plans)[number]
+      const key = JSON.stringify([numbers, doubled, rounding, param.arithmetic, rows !== null])
       const call = calls.get(key) ?? calls.size
       calls.set(key, call)
-      const share = lr > 0 ? all.lr / lr : 1
-      return { param, numbers, share, rounding: mode, call, doubled, m: all.m, v: all.v }
+      return call
     })
-    const mine = plans.filter(({ param }) => this.owned.includes(param))
-    this.#slots = mine.map(({ doubled, m, v, ...plan }) =>
+    this.#slots = mine.map((piece) =>
       scope(() => {
-        const { tensor } = plan.param
+        const { place, rows } = piece
+        const { doubled, m, v, ...plan } = plans[place] as (typeof plans)[number]
+        const tensor = rows ? rowsOf(plan.param.tensor, rows) : plan.param.tensor
         return {
+          call: called[this.pieces.indexOf(piece)] as number,
+          rows,
           ...plan,
           master: doubled && held(native.convert(tensor.handle, null, doubled)),
           lost: plan.rounding === 'kahan' ? zeroState(tensor.shape, tensor, 'bf16') : null,
@@ -196,7 +212,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     const slot = this.#slots.find((entry) => entry.param === param)
     if (!slot) {
       const { rule } = this.options
-      const owner = this.owners[this.params.indexOf(param)]
+      const owner = this.pieces.find((piece) => piece.param === param)?.rank
       const why = owner === undefined ? 'is not trained' : `is updated by rank ${owner}, which has its state`
       throw new CoatError(`${rule}: parameter '${param.name}' ${why}`, 'value', rule, 'param')
     }
@@ -278,7 +294,7 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
 
   /** f32 [1], out of scopes. */
   #number(value: number): Tensor {
-    return Tensor.full([1], value, { device: (this.#slots[0] as Slot).param.tensor.device }).keep()
+    return Tensor.full([1], value, { device: (this.params[0] as Param).tensor.device }).keep()
   }
 
   /** Parameters in the order of the `norms` of `gradNorm()`, or of a step in backward. */
@@ -385,25 +401,33 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
     const all = (of: (slot: Slot) => Tensor | null) => slots.map((slot) => (of(slot) as Tensor).handle)
     const some = (of: (slot: Slot) => Tensor | null) => (of(slots[0] as Slot) ? all(of) : null)
     const measures = this.#measures(slots)
-    rules[rule].run(
-      {
-        p: all(({ param }) => param.tensor),
-        master: some(({ master }) => master),
-        lost: some(({ lost }) => lost),
-        g: all(({ param }) => param.grad),
-        m: all(({ m }) => m),
-        v: some(({ v }) => v) ?? [],
-        amax: measures ? all(({ param }) => param.tensor.amax()) : null,
-        clip: clip?.handle ?? null,
-        rounding,
-        arithmetic,
-        seed: bits,
-        t,
-      },
-      { ...numbers, lr: lr * share },
-    )
-    // of what a rule has rounded itself this changes nothing
-    if (arithmetic) for (const { param } of slots) roundInto(param.tensor.handle, arithmetic, bits)
+    scope(() => {
+      const tensors = slots.map(({ param, rows }) => (rows ? rowsOf(param.tensor, rows) : param.tensor))
+      const gradients = slots.map(({ param, rows }) => {
+        const grad = param.grad as Tensor
+        return rows ? rowsOf(grad, rows) : grad
+      })
+      rules[rule].run(
+        {
+          p: tensors.map(({ handle }) => handle),
+          master: some(({ master }) => master),
+          lost: some(({ lost }) => lost),
+          g: gradients.map(({ handle }) => handle),
+          m: all(({ m }) => m),
+          v: some(({ v }) => v) ?? [],
+          amax: measures ? all(({ param }) => param.tensor.amax()) : null,
+          clip: clip?.handle ?? null,
+          rounding,
+          arithmetic,
+          seed: bits,
+          t,
+        },
+        { ...numbers, lr: lr * share },
+      )
+      // of what a rule has rounded itself this changes nothing
+      if (arithmetic) for (const { handle } of tensors) roundInto(handle, arithmetic, bits)
+      for (const [i, { param, rows }] of slots.entries()) if (rows) placeRows(param.tensor, tensors[i] as Tensor, rows)
+    })
     if (measures) for (const { param } of slots) param.tensor.renewAmax()
   }
 
@@ -414,12 +438,29 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
    */
   #measures(slots: readonly Slot[]): boolean {
     const { measured } = rules[this.options.rule]
+    if (slots.some(({ rows }) => rows)) return false
     const tensors = slots.map(({ param }) => param.tensor)
     return tensors.some(({ isOperand }) => isOperand) && tensors.every(({ format }) => measured.includes(format))
   }
 
   advance(): void {
     this.steps += 1
+  }
+
+  /** Gives the parameters what their ranks have made of them. */
+  async share(ranks: Ranks): Promise<void> {
+    const cut = (rows: Rows, { tensor }: Param) => scope(() => rowsOf(tensor, rows).keep())
+    const tensors = this.pieces.map(({ param, rows }) => (rows ? cut(rows, param) : param.tensor))
+    try {
+      await ranks.share(
+        tensors,
+        this.pieces.map(({ rank }) => rank),
+      )
+      for (const [i, { param, rows, rank }] of this.pieces.entries())
+        if (rows && rank !== ranks.rank) placeRows(param.tensor, tensors[i] as Tensor, rows)
+    } finally {
+      for (const [i, { rows }] of this.pieces.entries()) if (rows) tensors[i]?.dispose()
+    }
   }
 
   dropGrads(): void {
@@ -438,6 +479,36 @@ export class Optimizer<Options extends FullOptions = FullOptions> implements Dis
   #trained(): Slot[] {
     return this.#slots.filter(({ param }) => param.grad !== null)
   }
+}
+
+/** Pieces of parameters with these formats of moments, in the order of parameters. */
+function piecesOf(
+  plans: readonly { param: Param; m: Format; v: Format }[],
+  { count, partition = 'whole' }: PartOf,
+): ParamPiece[] {
+  const shapes = plans.map(({ param: { tensor }, m, v }) => {
+    const [rows = 1, ...columns] = tensor.shape
+    const whole = (format: Format) => isScaled(format) && format.endsWith('/t')
+    const plain = tensor.format === 'f32' || tensor.format === 'bf16'
+    return {
+      ...{ rows, columns: columns.reduce((a, b) => a * b, 1) },
+      cuttable: columns.length === 1 && plain && !whole(m) && !whole(v),
+    }
+  })
+  if (partition !== 'whole' && partition !== 'flat')
+    throw new CoatError(`partition is '${partition}' and must be whole or flat`, 'value', 'partition', 'partition')
+  const parts = partitionWhole(
+    shapes.map(({ rows, columns }) => rows * columns),
+    count,
+  )
+  const pieces =
+    partition === 'flat'
+      ? partitionFlat(shapes, count)
+      : plans.map((_, place) => ({ place, rank: parts.findIndex((places) => places.includes(place)), rows: null }))
+  return pieces.map((piece) => {
+    const { param } = plans[piece.place] as (typeof plans)[number]
+    return { ...piece, param, name: piece.rows ? `${param.name}[${piece.rows.join(':')}]` : param.name }
+  })
 }
 
 /** AdamW over the parameters of a module. */

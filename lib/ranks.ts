@@ -1,7 +1,7 @@
 // Several trainers of one model, each with its part of the data and of the states: what they ask of each other, and ranks
 // that live in one process and wait for each other there.
 import { CoatError, native } from './native.ts'
-import { scope, Tensor } from './tensor.ts'
+import { isScaled, scope, Tensor } from './tensor.ts'
 
 /** One of several that train together. All make the same calls in the same order; a call resolves when all have made it. */
 export interface Ranks {
@@ -12,8 +12,13 @@ export interface Ranks {
   sum(value: number): Promise<number>
   /** What rank 0 says. */
   tell<Value>(value: Value): Promise<Value>
-  /** Every tensor becomes the sum of those at its place, added in f32 in the order of ranks and rounded once. */
-  add(tensors: readonly Tensor[]): Promise<void>
+  /**
+   * Every tensor becomes the sum of those at its place, added in f32 in the order of ranks and rounded once. Where it is scaled,
+   * its scale is then measured, or that which all have at its place (`kept`), with which large sums saturate.
+   */
+  add(tensors: readonly Tensor[], scales?: 'measured' | 'kept'): Promise<void>
+  /** Every tensor, f32 [1], becomes the largest finite of those at its place, which are at least 0; 0 where none is finite. */
+  most(tensors: readonly Tensor[]): Promise<void>
   /** Every tensor becomes that of its owner, code by code. */
   share(tensors: readonly Tensor[], owners: readonly number[]): Promise<void>
   /** This one cannot go on: what the others wait for, now or later, is rejected with the reason. */
@@ -27,6 +32,7 @@ export const alone: Ranks = {
   sum: async (value) => value,
   tell: async (value) => value,
   add: async () => {},
+  most: async () => {},
   share: async () => {},
   leave: () => {},
 }
@@ -103,17 +109,30 @@ class LocalRank implements Ranks {
     return (await this.#meet('tell', value))[0] as Value
   }
 
-  async add(tensors: readonly Tensor[]): Promise<void> {
+  async add(tensors: readonly Tensor[], scales: 'measured' | 'kept' = 'measured'): Promise<void> {
     const all = await this.#lists('add', tensors)
     if (this.rank === 0)
-      for (const [i, { format }] of tensors.entries())
+      for (const [i, { format, handle }] of tensors.entries())
         scope(() => {
+          const scale = scales === 'kept' && isScaled(format) ? Tensor.own(native.scale_of(handle)) : null
           const [total, ...others] = all.map((list) => converted(list[i] as Tensor, 'f32')) as [Tensor, ...Tensor[]]
           for (const other of others) native.add_into(total.handle, other.handle)
-          const sum = converted(total, format as 'f32')
+          const sum = converted(total, format as 'f32', scale)
           for (const list of all) native.assign((list[i] as Tensor).handle, sum.handle)
         })
     await this.#meet('added', null)
+  }
+
+  async most(tensors: readonly Tensor[]): Promise<void> {
+    const all = await this.#lists('most', tensors)
+    if (this.rank === 0)
+      for (const [i, { device }] of tensors.entries())
+        scope(() => {
+          const most = Tensor.zeros([1], { device })
+          for (const list of all) native.observe_amax(most.handle, (list[i] as Tensor).handle)
+          for (const list of all) native.assign((list[i] as Tensor).handle, most.handle)
+        })
+    await this.#meet('compared', null)
   }
 
   async share(tensors: readonly Tensor[], owners: readonly number[]): Promise<void> {
@@ -147,8 +166,8 @@ class LocalRank implements Ranks {
   }
 }
 
-function converted(tensor: Tensor, format: 'f32'): Tensor {
-  return Tensor.own(native.convert(tensor.handle, null, format))
+function converted(tensor: Tensor, format: 'f32', scale: Tensor | null = null): Tensor {
+  return Tensor.own(native.convert(tensor.handle, scale?.handle ?? null, format))
 }
 
 /** Refuses what cannot be had of a trainer that trains together with others. */
@@ -160,13 +179,11 @@ export function expectTogether(
     optimizerInBackward,
     measureUpdates,
     graph,
-    mu,
   }: {
     data: { rank?: number; world?: number }
     optimizerInBackward: boolean
     measureUpdates: number
     graph: boolean
-    mu: unknown
   },
 ): void {
   const refuse = (name: string, text: string): never => {
@@ -177,7 +194,6 @@ export function expectTogether(
     refuse('data', `is for rank ${of} of ${world} and must be for rank ${rank} of ${count}, as ranks says`)
   if (optimizerInBackward) refuse('optimizerInBackward', 'updates before the gradients of several ranks are added')
   if (graph) refuse('graph', 'records whole steps, within which several ranks meet')
-  if (mu !== 'none') refuse('mu', 'takes micro-batches for ranks, and there are several')
   if (measureUpdates > 0) refuse('measureUpdates', `is ${measureUpdates} and must be 0 with several ranks`)
   if (model.delayedScales().length > 0)
     refuse('model', 'has scales of steps before, which would differ between ranks; its recipe must measure them')

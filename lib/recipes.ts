@@ -29,25 +29,36 @@ export interface DynamicLossScale {
 /** `dynamic`: with the defaults; a number stays. */
 export type LossScaling = 'none' | 'dynamic' | number | DynamicLossScale
 /**
- * Numbers of few bits that f32 tensors hold: a sign, E bits of exponent and M of mantissa as in IEEE 754 (`e5m2`, but values
- * that are too large become the largest one); or I bits before the point, the sign included, and F behind it (`q4.12`).
- * Rounded to nearest, or with `/sr` up with the probability of what is left over.
+ * Numbers of few bits that f32 tensors hold: a sign, E bits of exponent and M of mantissa as in IEEE 754 (`e5m2`), where values
+ * that are too large become the largest one, or with `/inf` infinite (`e5m10/inf` is half precision); or I bits before the
+ * point, the sign included, and F behind it (`q4.12`). Rounded to nearest, or with `/sr` up with the probability of what is left
+ * over.
  */
-export type Arithmetic = `${`e${number}m${number}` | `q${number}.${number}`}${'' | '/sr'}`
+export type Arithmetic = `${`e${number}m${number}${'' | '/inf'}` | `q${number}.${number}`}${'' | '/sr'}`
 
 /** Arithmetic that no machine here has, imitated in f32: a reference, and slow. */
 export interface Emulation {
   /** Operands of products. */
-  readonly operand: Arithmetic
-  /** Every sum of products within a chunk, and of chunks; with chunk 0 their results alone. */
-  readonly sum: Arithmetic
+  readonly operand: Arithmetic | Readonly<Record<'x' | 'w' | 'dy', Arithmetic>>
+  /**
+   * Every sum of products within a chunk, and of chunks; with chunk 0 their results alone. `f32`: sums are those of products
+   * in f32, and chunk is 0.
+   */
+  readonly sum: Arithmetic | 'f32'
   /** Products of a chunk; 0: sums are FP64. */
   readonly chunk: number
+  /** What whole sums are rounded to once more: results, gradients of inputs, and of weights and biases (default: nothing). */
+  readonly result?: Arithmetic | Readonly<Partial<Record<'y' | 'dx' | 'dw', Arithmetic>>>
   /** A power of two that gradients are multiplied by in products, as a loss scale does. */
   readonly lossScale: number
   /** Parameters of matrices; with SGD, after each of the three steps of an update, moments too. `null`: they stay f32. */
   readonly update: Arithmetic | null
 }
+
+/** How gradients travel between ranks that train together. */
+export type Communication = 'f32' | 'bf16' | 'e4m3/t'
+/** How states are divided between them. */
+export type Partition = 'whole' | 'flat'
 
 /** How a model is trained, axis by axis. */
 export interface Recipe {
@@ -75,8 +86,11 @@ export interface Recipe {
    * (`fast`, as the published code of COAT), in the product of forward alone (`fast-forward`, as Transformer Engine and torchao).
    */
   accumulate: 'split' | 'fast' | 'fast-forward'
-  /** How a per-tensor scale is chosen: `current` measures every tensor; else it follows from the last steps. */
-  scale: 'current' | DelayedScaling
+  /**
+   * How a per-tensor scale is chosen: `current` measures every tensor; `pow2` takes the power of two that is not below that, of
+   * gradients in dw 'e4m3/t', too; else it follows from the last steps. Of states and parameters it is a power of two anyway.
+   */
+  scale: 'current' | 'pow2' | DelayedScaling
   /** What nonlinear ops keep of their inputs for backward; with the stream's format they read it, too, whatever the flow. */
   saved: Plain | 'e4m3/g16'
   /**
@@ -106,9 +120,20 @@ export interface Recipe {
   /** The factor of the loss in backward, by which gradients are divided before anything is done with them (default none). */
   lossScale?: LossScaling
   /**
-   * Has each micro-batch of a step stand for a rank of FP8-LM: their gradients, in dw 'e4m3/t', are summed as FP8 with one scale
-   * and the factor mu, which is 1 / sqrt(micro-batches) (`fixed`) or follows from what saturates, by one of two readings of the
-   * paper (default none: a gradient is rounded again whenever a micro-batch was added).
+   * How gradients of several ranks are added (default `f32`): as they are, in FP32, and rounded to their format; or rounded to
+   * bf16 before and after; or those of matrices as FP8 with one scale for all ranks, a power of two, and mu, as FP8-LM has it.
+   */
+  communicate?: Communication
+  /**
+   * Which rank keeps the states of what (default `whole`): whole tensors, the largest first, each to the rank that has least; or
+   * equal parts of all tensors end to end, for which matrices are cut, unless they or their states have one scale (`flat`).
+   */
+  partition?: Partition
+  /**
+   * The factor of gradients that are summed as FP8, over the scale of the largest: 1 / sqrt(ranks) (`fixed`), or what follows
+   * from how many values of the sum saturate, by one of two readings of the paper (default none). Where there is one rank each
+   * micro-batch of a step stands for a rank, with dw 'e4m3/t' (default: a gradient is rounded again whenever a micro-batch was
+   * added).
    */
   mu?: 'none' | 'fixed' | 'absolute' | 'relative'
   /** Products of linear layers and updates in arithmetic that is imitated, where all else is f32. */
@@ -117,8 +142,10 @@ export interface Recipe {
   layers?: Readonly<Record<string, LayerRecipe>>
 }
 
-/** Axes of a block that differ from the model's; the residual stream, the loss's and mu are the model's. */
-export type LayerRecipe = Partial<Omit<Recipe, 'layers' | 'stream' | 'lossScale' | 'mu'>>
+/** Axes of a block that differ from the model's. */
+export type LayerRecipe = Partial<Omit<Recipe, (typeof whole)[number]>>
+/** Axes of the whole model. */
+export const whole = ['layers', 'stream', 'lossScale', 'mu', 'communicate', 'partition'] as const
 
 // What Transformer Engine takes.
 const history = { history: 1024, pick: 'max', margin: 0 } as const
@@ -130,6 +157,18 @@ const rising = {
   ],
 } as const
 
+// Half precision, where what is too large is infinite (Micikevicius et al., 2018); e5m2 with gradients and activations
+// rounded at random, over weights in half precision (Mellempudi et al., 2019).
+const half = { operand: 'e5m10/inf', sum: 'f32', chunk: 0, result: 'e5m10/inf', lossScale: 1, update: null } as const
+const e5m2 = { x: 'e5m2/inf/sr', w: 'e5m2/inf', dy: 'e5m2/inf/sr' } as const
+const mellempudi = {
+  operand: e5m2,
+  sum: 'f32',
+  chunk: 0,
+  result: { dw: e5m2.dy },
+  lossScale: 1,
+  update: 'e5m10/inf',
+} as const
 // FP8 operands, sums in 16 bits by chunks (Wang et al., 2018); 16-bit fixed point (Gupta et al., 2015); short mantissas.
 const wang = { operand: 'e5m2', sum: 'e6m9', chunk: 64, lossScale: 1024, update: 'e6m9/sr' } as const
 const gupta = { operand: 'q4.12/sr', sum: 'q4.12/sr', chunk: 0, lossScale: 64, update: 'q2.14/sr' } as const
@@ -164,15 +203,15 @@ export const recipes = {
   'te-block':         { x: 'e4m3/g128p2', w: 'e4m3/b128p2', dy: 'e4m3/g128p2', dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32'       },
   'deepseek-v3':      { x: 'e4m3/g128',   w: 'e4m3/b128',   dy: 'e4m3/g128',   dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'bf16',      v: 'bf16'      },
   // FP8-LM: its parameters and gradients, then its moments
-  'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
-  'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
-  'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
-  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative' },
-  // loss scaling. There are no products of f16, for which bf16 stands, nor of two e5m2, so that here gradients alone are, and
-  // nothing is rounded to FP8 at random
+  'fp8-lm-o1':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'f32',       v: 'f32'       },
+  'fp8-lm-o2':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-o3':        { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'e4m3/t', master: 'f16/t', rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t'     },
+  'fp8-lm-auto-mu':   { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'pow2',    saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'e4m3/t', m: 'e4m3/t',    v: 'f16/t',     mu: 'relative', communicate: 'e4m3/t' },
+  // loss scaling where bf16 stands for f16, of which there are no products
   'micikevicius-bf16':{ x: 'bf16',        w: 'bf16',        dy: 'bf16',        dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'bf16',   master: 'f32',   rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32',       lossScale: 'dynamic' },
-  'mellempudi-e5m2':  { x: 'e4m3/t',      w: 'e4m3/t',      dy: 'e5m2/t',      dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'bf16',     flow: 'save', stream: 'bf16', attention: 'stream', param: 'f16/t',  master: null,    rounding: 'nearest',    dw: 'bf16',   m: 'f32',       v: 'f32',       lossScale: rising },
   // emulated: what no machine here computes, as f32 values
+  'micikevicius-f16': { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: half, lossScale: 'dynamic' },
+  'mellempudi-e5m2':  { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: mellempudi, lossScale: rising },
   'wang-152':         { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: wang },
   'gupta-fixed':      { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: gupta },
   e8m3:               { x: 'f32',         w: 'f32',         dy: 'f32',         dwFrom: 'operands', accumulate: 'split', scale: 'current', saved: 'f32',      flow: 'save', stream: 'f32',  attention: 'stream', param: 'f32',    master: null,    rounding: 'nearest',    dw: 'f32',    m: 'f32',       v: 'f32', emulated: e8m3 },

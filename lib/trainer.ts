@@ -4,7 +4,7 @@ import { quantizesGradients } from './axes.ts'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
-import { exchangeOf, type MuSetting, type RankedGradients } from './exchange.ts'
+import { type Exchange, exchangeOf, type MuSetting } from './exchange.ts'
 import { expectGraphs, type Recorded, StepGraph, shapeOf, stepsBeforeGraph } from './graph.ts'
 import { SpikeGuard, type SpikeOptions } from './guard.ts'
 import { LossScale } from './lossscale.ts'
@@ -13,7 +13,7 @@ import { CoatError, type MemoryUsage, native } from './native.ts'
 import type { Weight } from './ops.ts'
 import { type AdamWOptions, type FullOptions, type Optimizer, optimizerOf } from './optimizer.ts'
 import { alone, expectTogether, type Ranks } from './ranks.ts'
-import type { LossScaling, Recipe } from './recipes.ts'
+import type { Communication, LossScaling, Partition, Recipe } from './recipes.ts'
 import { constant, type Schedule } from './schedule.ts'
 import { checked, checkNames, expectCount } from './settings.ts'
 import { type LedgerRow, type Recompute, recomputes, Tape } from './tape.ts'
@@ -66,8 +66,12 @@ export interface TrainerOptions {
    * counts as an overflow, too, and each step waits for its numbers.
    */
   lossScale?: LossScaling
-  /** How micro-batches are summed as the ranks of FP8-LM (default: as the recipe says). */
+  /** The factor of gradients that are summed as FP8 (default: as the recipe says). */
   mu?: MuSetting
+  /** How gradients travel between ranks (default: as the recipe says). */
+  communicate?: Communication
+  /** Which rank keeps the states of what (default: as the recipe says). */
+  partition?: Partition
   /** Skips steps whose loss or gradient norm jumps (default: none is skipped for that). */
   spike?: SpikeOptions
   /** Mean loss over `sequences` (default 64) held-out sequences after every so many steps and after the last one. */
@@ -143,11 +147,20 @@ const known = [
   ...['data', 'batch', 'accumulate', 'steps', 'optimizer', 'schedule', 'clip'],
   ...['maxSkips', 'spike', 'validate', 'callbacks', 'phase'],
   ...['optimizerInBackward', 'cacheWeights', 'graph', 'recompute', 'measureUpdates', 'checkpoint', 'ranks'],
-  ...['lossScale', 'mu'],
+  ...['lossScale', 'mu', 'communicate', 'partition'],
 ]
 
 /** Options of which the trainer makes something. */
-type Apart = 'optimizer' | 'spike' | 'validate' | 'checkpoint' | 'lossScale' | 'mu' | 'ranks'
+type Apart =
+  | 'optimizer'
+  | 'spike'
+  | 'validate'
+  | 'checkpoint'
+  | 'lossScale'
+  | 'mu'
+  | 'ranks'
+  | 'communicate'
+  | 'partition'
 
 /** Trains a model; `run()` is an async generator of metrics. Owns the optimizer's state. */
 export class Trainer implements Disposable {
@@ -160,8 +173,8 @@ export class Trainer implements Disposable {
   }
   readonly guard: SpikeGuard | null
   readonly lossScale: LossScale | null
-  /** Micro-batches as ranks, where they are. */
-  readonly exchange: RankedGradients | null
+  /** How gradients of micro-batches as ranks, or of ranks, are summed, where it is not as they are. */
+  readonly exchange: Exchange | null
   /** Batches taken so far, skipped steps included. */
   batches = 0
   skippedSteps = 0
@@ -183,7 +196,18 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
-    const { optimizer, checkpoint, spike, validate, lossScale, mu, ranks = alone, ...rest } = options
+    const {
+      optimizer,
+      checkpoint,
+      spike,
+      validate,
+      lossScale,
+      mu,
+      ranks = alone,
+      communicate,
+      partition,
+      ...rest
+    } = options
     const full = {
       accumulate: 1,
       schedule: constant(),
@@ -203,47 +227,31 @@ export class Trainer implements Disposable {
     for (const name of ['batch', 'accumulate', 'steps', 'maxSkips'] as const) expectCount(name, full[name])
     checkNames(full.callbacks, ['step', 'saved'], 'callbacks.')
     checkNames(spike ?? {}, ['sigma', 'window'], 'spike.')
-    if (!(full.clip >= 0))
-      throw new CoatError(`Trainer: clip is ${full.clip} and must be at least 0`, 'value', 'Trainer', 'clip')
+    const refuse = (name: string, text: string): never => {
+      throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
+    }
+    if (!(full.clip >= 0)) refuse('clip', `is ${full.clip} and must be at least 0`)
     if (!recomputes.includes(full.recompute))
-      throw new CoatError(
-        `Trainer: recompute is ${full.recompute} and must be one of ${recomputes.join(', ')}`,
-        'value',
-        'Trainer',
-        'recompute',
-      )
+      refuse('recompute', `is ${full.recompute} and must be one of ${recomputes.join(', ')}`)
     const { measureUpdates: measured } = full
     if (!Number.isSafeInteger(measured) || measured < 0 || (measured > 0 && full.optimizerInBackward))
-      throw new CoatError(
-        `Trainer: measureUpdates is ${measured} and must be an integer of at least 0, and 0 with optimizerInBackward`,
-        'value',
-        'Trainer',
-        'measureUpdates',
-      )
-    if (full.optimizerInBackward && full.accumulate > 1)
-      throw new CoatError(
-        `Trainer: accumulate is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
-        'value',
-        'Trainer',
-        'accumulate',
-      )
-    if (full.optimizerInBackward && spike !== undefined)
-      throw new CoatError(
-        'Trainer: spike cannot be had with optimizerInBackward, which updates before the norm is known',
-        'value',
-        'Trainer',
-        'spike',
-      )
-    if (full.graph && full.optimizerInBackward)
-      throw new CoatError(
-        'Trainer: graph cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
-        'value',
-        'Trainer',
-        'graph',
-      )
+      refuse('measureUpdates', `is ${measured} and must be an integer of at least 0, and 0 with optimizerInBackward`)
+    if (full.optimizerInBackward) {
+      if (full.accumulate > 1)
+        refuse(
+          'accumulate',
+          `is ${full.accumulate} and must be 1 with optimizerInBackward, which keeps no gradients to add to`,
+        )
+      if (spike !== undefined)
+        refuse('spike', 'cannot be had with optimizerInBackward, which updates before the norm is known')
+      if (full.graph)
+        refuse(
+          'graph',
+          'cannot be had with optimizerInBackward, whose learning rate differs from step to step within what is recorded',
+        )
+    }
     if (full.graph) expectGraphs(model)
-    const setting = mu ?? model.recipe.mu ?? 'none'
-    if (ranks.count > 1) expectTogether(ranks, model, { ...full, mu: setting })
+    if (ranks.count > 1) expectTogether(ranks, model, full)
     this.ranks = ranks
     this.model = model
     this.options = full
@@ -251,8 +259,12 @@ export class Trainer implements Disposable {
     const scaling = lossScale ?? model.recipe.lossScale ?? 'none'
     this.lossScale = scaling === 'none' ? null : new LossScale(scaling)
     const trained = model.parameters().filter(({ frozen }) => !frozen)
-    this.exchange = exchangeOf(trained, setting, full)
-    this.optimizer = optimizerOf(model, model.recipe, optimizer, ranks)
+    const { recipe } = model
+    const sums = { mu: mu ?? recipe.mu ?? 'none', communicate: communicate ?? recipe.communicate ?? 'f32' } as const
+    this.exchange = exchangeOf(trained, sums, full, ranks)
+    const { rank, count } = ranks
+    const part = { rank, count, partition: partition ?? recipe.partition ?? 'whole' }
+    this.optimizer = optimizerOf(model, recipe, optimizer, part)
   }
 
   /** Whether a step is running: another one, and checkpoints, are refused meanwhile. */
@@ -357,7 +369,7 @@ export class Trainer implements Disposable {
     const { optimizer, guard, ranks, lossScale, exchange } = this
     const scale = lossScale?.value ?? 1
     // quantizing saturates infinities, and counts them
-    const hidden = (lossScale ?? exchange) !== null && quantizesGradients(this.model.recipe)
+    const hidden = exchange?.quantizes || (lossScale !== null && quantizesGradients(this.model.recipe))
     const started = performance.now()
     const infsBefore = memory().infs
     resetPeak()
@@ -403,7 +415,7 @@ export class Trainer implements Disposable {
         this.#keepTwins(false)
       }
       this.#begin('update')
-      await ranks.add(optimizer.gradients)
+      await (exchange ? exchange.add(ranks) : ranks.add(optimizer.gradients))
       const norm = graph?.recorded.norm ?? within?.end() ?? optimizer.gradNorm(clip, scale)
       try {
         const measure = async () => {
@@ -421,10 +433,7 @@ export class Trainer implements Disposable {
         const dropped = spike || overflow
         if (!dropped && measured) updates = await optimizer.measuredStep(lr, norm.clip)
         else if (!dropped && !within) optimizer.step(lr, norm.clip)
-        await ranks.share(
-          optimizer.params.map(({ tensor }) => tensor),
-          optimizer.owners,
-        )
+        await optimizer.share(ranks)
         for (const scale of this.model.delayedScales()) scale.advance()
         this.#begin('end')
         if (!waits) await measure()

@@ -87,6 +87,59 @@ describe('linear layers', () => {
     expect([...(await y.read())]).toEqual([0.25, 1.75, -2.25, 7.75])
   })
 
+  it('operands and results have words of their own', async () => {
+    const number = (word: Arithmetic, scale = 1) => {
+      const grid = async (values: Float32Array) => {
+        using x = Tensor.from(
+          values.map((value) => value * scale),
+          [values.length],
+        )
+        using rounded = ops.roundTo(x, word)
+        return [...((await rounded.read()) as Float32Array)].every((y, i) => y === (values[i] as number) * scale)
+      }
+      return grid
+    }
+    // of Mellempudi et al. gradients of weights are e5m2, and not multiples of a power of two that is not tiny
+    for (const [name, values] of await gradients({ base: 'mellempudi-e5m2' }, 1024)) {
+      expect(await number('e5m2')(values), name).toBe(true)
+      expect(new Set(values).size, name).toBeGreaterThan(8)
+    }
+    for (const [name, values] of await gradients({ base: 'micikevicius-f16' }, 1024)) {
+      expect(await number('e5m10')(values), name).toBe(true)
+      expect(await number('e5m9')(values), name).toBe(false)
+    }
+    using x = Tensor.from([0.3, 1.7, -2.2, 9], [2, 2])
+    using w = Tensor.from([0.3, 0, 0, 1], [2, 2])
+    using y = ops.linear(x, w, null, {
+      ...{ x: 'f32', w: 'f32', dy: 'f32', y: 'f32', dx: 'f32', dw: 'f32' },
+      emulated: {
+        ...exact,
+        operand: { x: 'q5.1', w: 'q4.2', dy: 'q4.4' },
+        sum: 'f32',
+        result: { y: 'q5.1', dx: 'q4.4' },
+        seed: 0,
+      },
+    })
+    // 0.5 and -2 times 0.25, to even ones
+    expect([...(await y.read())]).toEqual([0, 1.5, -0.5, 9])
+  })
+
+  it('in half precision what is too small for it vanishes without a loss scale, and comes back with one', async () => {
+    const share = async (recipe: RecipeChange, factor: number) => {
+      const all = [...(await gradients(recipe, factor)).values()].flatMap((values) => [...values])
+      return all.filter((x) => x === 0).length / all.length
+    }
+    const base = 'micikevicius-f16'
+    const plain = await share({ base: 'fp32' }, 1)
+    expect(await share({ base }, 2 ** -14)).toBeGreaterThan(plain + 0.5)
+    expect(await share({ base }, 2 ** 16)).toBeLessThan(plain + 0.01)
+    const [half, exactly] = [await gradients({ base }, 2 ** 16), await gradients({ base: 'fp32' }, 1)]
+    for (const [name, values] of exactly) {
+      const off = values.map((x, i) => x - (half.get(name)?.[i] as number) / 2 ** 16)
+      expect(Math.hypot(...off) / Math.hypot(...values), name).toBeLessThan(2 ** -9)
+    }
+  })
+
   it('a block may have no emulation, or its own', () => {
     const layers = { 'model.layers.0': { emulated: null }, 'model.layers.1': { emulated: recipes.e8m3.emulated } }
     using model = new LlamaForCausalLM(config, { recipe: { base: 'wang-152', layers }, seed: 1 })
@@ -136,6 +189,25 @@ describe('updates', () => {
     expect(fall(near)).toBeLessThan(0.2 * fall(plain))
   })
 
+  it('master weights of Mellempudi et al. are half precision, those of Micikevicius et al. are f32', async () => {
+    for (const base of ['mellempudi-e5m2', 'micikevicius-f16'] as const) {
+      using model = new LlamaForCausalLM(config, { recipe: base, seed: 1 })
+      using trainer = new Trainer(model, { data, batch: 2, steps: 2, optimizer: { lr: 0.01 } })
+      await trainer.step()
+      for (const { tensor, name } of model.parameters('*proj.weight')) {
+        using halves = ops.roundTo(tensor, 'e5m10/inf')
+        const same = `${await halves.read()}` === `${await tensor.read()}`
+        expect(same, name).toBe(base === 'mellempudi-e5m2')
+      }
+    }
+  })
+
+  it.each(['micikevicius-f16', 'mellempudi-e5m2'] as const)('%s learns what fp32 does', async (base) => {
+    const [ours, plain] = [await losses({ base }, { steps: 40 }), await losses({ base: 'fp32' }, { steps: 40 })]
+    expect(plain.at(-1)).toBeLessThan(3.5)
+    for (const [i, loss] of ours.entries()) expect(Math.abs(loss - (plain[i] as number))).toBeLessThan(0.05)
+  })
+
   it.each(['wang-152', 'gupta-fixed'] as const)('%s learns with sgd nearly what fp32 does', async (base) => {
     const options = { steps: 40, optimizer: sgd({ lr: 0.3 }) }
     const [ours, plain] = [await losses({ base }, options), await losses({ base: 'fp32' }, options)]
@@ -144,7 +216,7 @@ describe('updates', () => {
     expect(Math.abs((ours.at(-1) as number) - (plain.at(-1) as number))).toBeLessThan(0.1)
   })
 
-  it.each(['wang-152', 'gupta-fixed'] as const)('%s resumed goes on bit for bit', async (base) => {
+  it.each(['wang-152', 'gupta-fixed', 'mellempudi-e5m2'] as const)('%s resumed goes on bit for bit', async (base) => {
     const dir = mkdtempSync(join(tmpdir(), 'coat-emulate-'))
     const options = { steps: 6, optimizer: sgd({ lr: 0.1 }) }
     try {

@@ -3,13 +3,16 @@ import { afterEach, describe, expect, it } from 'vitest'
 import {
   AutomaticMu,
   LlamaForCausalLM,
+  localRanks,
   type MuOptions,
   memory,
   type Param,
+  partitionFlat,
   partitionWhole,
   RankedGradients,
   type RecipeName,
   recipe,
+  SentGradients,
   saturatedShare,
   sumGradients,
   Tensor,
@@ -88,6 +91,72 @@ describe.each(devices)('sums on %s', (device) => {
       const parts = ranks.reduce((sum, rank) => sum + Math.abs(rank[i] as number), 0) / 4
       expect(Math.abs(value - exact)).toBeLessThan((Math.abs(exact) + parts) / 16 + largest * 2 ** -15)
     })
+  })
+})
+
+describe.each(devices)('between ranks on %s', (device) => {
+  const test = it.skipIf(!present(device))
+  afterEach(() => native.checkGuards())
+
+  /** What ranks with these gradients, a matrix each, have afterwards, code by code, and the shares of saturated values. */
+  const sent = async (format: 'bf16' | 'e4m3/t', ranks: Tensor[], mu: MuOptions | null = null) => {
+    const all = await Promise.all(
+      localRanks(ranks.length).map(async (each) => {
+        const grad = ranks[each.rank] as Tensor
+        const holder = { name: 'w', tensor: grad, gradFormat: null, grad: grad.retain(), gradScale: 'exact' as const }
+        using gradients = new SentGradients([holder], format, mu)
+        await gradients.add(each)
+        const sum: Tensor = holder.grad
+        const found = { format: sum.format, bytes: await sum.readBytes(), values: (await sum.read()) as Float32Array }
+        sum.release()
+        return found
+      }),
+    )
+    for (const one of all) expect(one).toEqual(all[0])
+    return all[0] ?? expect.fail()
+  }
+  const matrix = (values: number[], format: 'f32' | 'bf16' | 'e4m3/t' = 'f32') =>
+    Tensor.from(values, [1, values.length], { device, format })
+  const meanOf = async (ranks: number[][], mu: MuOptions | null) => {
+    const given = ranks.map((values) => matrix(values))
+    const { values } = await sent('e4m3/t', given, mu)
+    for (const tensor of given) tensor.dispose()
+    return [...values].map((value) => value / ranks.length)
+  }
+
+  test('3 and 7 have the mean 3.5, with mu 1/2 it is 5, with 1 / sqrt 2 it is 4.9497', async () => {
+    expect(await meanOf([[3], [7]], null)).toEqual([3.5])
+    // 1 / sqrt(4)
+    expect(await meanOf([[3], [7]], { reading: 'fixed', ranks: 4 })).toEqual([5])
+    expect((await meanOf([[3], [7]], { reading: 'fixed', ranks: 2 }))[0]).toBeCloseTo(4.9497, 4)
+  })
+
+  test.each(['f32', 'bf16', 'e4m3/t'] as const)('of %s: those of sumGradients, code by code', async (format) => {
+    const random = new Random(6)
+    const given = [1, 40, 0.01].map((scale) =>
+      matrix(
+        Array.from({ length: 777 }, () => random.normal() * scale),
+        format,
+      ),
+    )
+    for (const mu of [null, { reading: 'fixed', ranks: 3 }] as const) {
+      const found = await sent('e4m3/t', given, mu)
+      using sum = sumGradients(given, mu ? 1 / Math.sqrt(3) : 1).sum
+      expect([found.format, found.bytes]).toEqual(['e4m3/t', await sum.readBytes()])
+    }
+    for (const tensor of given) tensor.dispose()
+  })
+
+  test('in bf16 each is rounded, and the sum in FP32 once more', async () => {
+    // 1 + 2^-8 is a tie that rounds to 1, and 1 + 3 * 2^-8 one that rounds to 1 + 2^-6
+    const given = [
+      [1 + 2 ** -8, 1],
+      [1 + 3 * 2 ** -8, 2 ** -9],
+      [2 ** -9, 2 ** -9 + 2 ** -12],
+    ].map((values) => matrix(values))
+    const { format, values } = await sent('bf16', given)
+    expect([format, ...values]).toEqual(['bf16', 2 + 2 ** -6, 1 + 2 ** -7])
+    for (const tensor of given) tensor.dispose()
   })
 })
 
@@ -318,4 +387,60 @@ it.each([
   [[2, 2], 3, [[0], [1], []]],
 ])('whole tensors of %j on %i ranks', (sizes, ranks, expected) => {
   expect(partitionWhole(sizes, ranks)).toEqual(expected)
+})
+
+describe('equal parts of tensors end to end', () => {
+  const matrix = (rows: number, columns: number) => ({ rows, columns, cuttable: true })
+  it.each([
+    // the middle lies in the second, which may be cut at every 4th row
+    [[matrix(16, 64), matrix(48, 64)], 2, ['0 on 0', '1 on 0: 0 to 16', '1 on 1: 16 to 48']],
+    // rows of 100 begin a run of 256 at every 64th
+    [[matrix(256, 100)], 3, ['0 on 0: 0 to 64', '0 on 1: 64 to 192', '0 on 2: 192 to 256']],
+    [
+      [matrix(256, 256), matrix(1, 64)],
+      4,
+      [0, 1, 2, 3].map((i) => `0 on ${i}: ${64 * i} to ${64 * i + 64}`).concat('1 on 3'),
+    ],
+    // the nearer end of what is not cut
+    [
+      [{ ...matrix(30, 64), cuttable: false }, matrix(30, 64), { ...matrix(1, 64), cuttable: false }],
+      2,
+      ['0 on 0', '1 on 1', '2 on 1'],
+    ],
+    [[{ ...matrix(6, 64), cuttable: false }], 3, ['0 on 1']],
+    [[matrix(8, 256)], 1, ['0 on 0']],
+  ])('%j on %i ranks', (tensors, ranks, expected) => {
+    const shown = partitionFlat(tensors, ranks).map(
+      ({ place, rank, rows }) => `${place} on ${rank}${rows ? `: ${rows.join(' to ')}` : ''}`,
+    )
+    expect(shown).toEqual(expected)
+  })
+
+  it('have all rows once, and differ by a run of rows at most', () => {
+    const random = new Random(11)
+    for (let i = 0; i < 100; i++) {
+      const tensors = Array.from({ length: 5 }, () =>
+        matrix(64 * (1 + random.integer(9)), 32 * (1 + random.integer(9))),
+      )
+      const ranks = 1 + random.integer(6)
+      const pieces = partitionFlat(tensors, ranks)
+      const loads = new Array(ranks).fill(0)
+      for (const [place, { rows, columns }] of tensors.entries()) {
+        let next = 0
+        for (const piece of pieces.filter((each) => each.place === place)) {
+          const [from, to] = piece.rows ?? [0, rows]
+          expect([from, (from * columns) % 256]).toEqual([next, 0])
+          loads[piece.rank] += (to - from) * columns
+          next = to
+        }
+        expect(next).toBe(rows)
+      }
+      const total = tensors.reduce((sum, { rows, columns }) => sum + rows * columns, 0)
+      for (const load of loads) expect(Math.abs(load - total / ranks)).toBeLessThanOrEqual(9 * 32 * 256)
+      expect(pieces.map(({ rank }) => rank)).toEqual(pieces.map(({ rank }) => rank).sort((a, b) => a - b))
+    }
+    expect(() => partitionFlat([matrix(1, 1)], 0)).toThrow(
+      'partitionFlat: ranks is 0 and must be an integer of at least 1',
+    )
+  })
 })

@@ -196,7 +196,7 @@ export interface OpCheck {
    * Whether the scale of a `/t` output is `measured`, the `given` one, or follows from a bound (`bounded`), where it is not
    * the same for all: by default it is given where there is an argument `scale`.
    */
-  scaleOf?: (output: string, formats: Formats) => 'measured' | 'given' | 'bounded'
+  scaleOf?: (output: string, formats: Formats) => 'measured' | 'pow2' | 'given' | 'bounded'
   /** Combinations whose CUDA kernel uses the special function unit: 8-bit codes may be one apart, and scales follow from what it gives. */
   near?: (formats: Formats) => boolean
   /**
@@ -440,29 +440,33 @@ function verify(
   wanted: Values,
   sizes: Values | undefined,
   relative: number,
-  scaled: 'measured' | 'given' | 'bounded',
+  scaled: 'measured' | 'pow2' | 'given' | 'bounded',
 ): void {
   const { values, codes, blocks, blockOf } = decode(format, shape, bytes)
   const kind = kindOf(format)
   if (values.length !== wanted.data.length)
     throw new Error(`${where} has ${values.length} elements, the reference ${wanted.data.length}`)
-  const measured = blocks.length > 0 && !(scaled !== 'measured' && format.endsWith('/t'))
+  const measured = blocks.length > 0 && !(scaled !== 'measured' && scaled !== 'pow2' && format.endsWith('/t'))
   if (blocks.length > 0 && !measured && scaled === 'given' && blocks[0]?.scale !== givenScale)
     throw new Error(`${where} has scale ${blocks[0]?.scale}, not ${givenScale}`)
+  const halves = hasPow2(format) || (scaled === 'pow2' && format === 'e4m3/t')
   const top = new Float64Array(blocks.length)
   values.forEach((value, i) => {
     const x = wanted(i)
     const b = blockOf(i)
     const slack = relative * Math.max(Math.abs(x), sizes ? sizes(i) : 0)
     const [low, high] = interval(kind, blocks[b] ?? plain, x, slack, !measured)
-    if (!(value >= low && value <= high) && !(Number.isNaN(x) && Number.isNaN(value)))
+    if (!(value >= low && value <= high) && value !== x && !(Number.isNaN(x) && Number.isNaN(value)))
       throw new Error(`${where}: element ${i} is ${value}, the reference ${x} (from ${low} to ${high} is right)`)
     if (measured) top[b] = Math.max(top[b] as number, Math.abs(valueOfCode(kind as 'e4m3', codes[i] as number)))
   })
   if (measured)
     top.forEach((code, b) => {
-      if (code !== 0 && code < fullOf(kind) / (hasPow2(format) ? 2 : 1))
+      if (code !== 0 && code < fullOf(kind) / (halves ? 2 : 1))
         throw new Error(`${where}: the largest code of block ${b} is ${code}`)
+      const scale = blocks[b]?.scale ?? 0
+      if (code !== 0 && halves && !Number.isInteger(Math.log2(scale)))
+        throw new Error(`${where} has scale ${scale}, which is no power of two`)
     })
 }
 

@@ -174,13 +174,44 @@ describe.each(devices)('training on %s', (device) => {
   })
 
   test('the rows that have one take it', async () => {
-    for (const which of ['micikevicius-bf16', 'mellempudi-e5m2'] as const) {
+    for (const which of ['micikevicius-bf16', 'micikevicius-f16', 'mellempudi-e5m2'] as const) {
       using scaled = new Run(which, {}, device)
       using plain = new Run(which, { lossScale: 'none' }, device)
       expect([scaled.trainer.lossScale?.value, plain.trainer.lossScale]).toEqual([65_536, null])
-      expect((await scaled.all()).bits).toBe((await plain.all()).bits)
+      const same = (await scaled.all()).bits === (await plain.all()).bits
+      // what half precision and e5m2 flush without it is there with it
+      expect(same, which).toBe(which === 'micikevicius-bf16')
     }
   })
+
+  test.each(['micikevicius-f16', 'mellempudi-e5m2'] as const)(
+    '%s: gradients beyond the range of their format skip steps until the scale fits, and again when it has grown',
+    async (which) => {
+      const fits = async (scale: number) => {
+        using run = new Run(which, { lossScale: scale }, device)
+        return !(await run.trainer.step()).skipped
+      }
+      let most = 2 ** 16
+      while (await fits(2 * most)) most *= 2
+      expect(most).toBeLessThan(2 ** 24)
+      using run = new Run(which, { steps: 5, lossScale: { initial: 8 * most, interval: 1 } }, device)
+      const before = await run.bits()
+      const seen: [skipped: boolean, scale: number][] = []
+      for await (const { skipped, lossScale = 0 } of run.trainer.run()) {
+        seen.push([skipped, lossScale / most])
+        if (seen.length === 3) expect(await run.bits()).toBe(before)
+      }
+      expect(seen.slice(0, 4)).toEqual([
+        [true, 8],
+        [true, 4],
+        [true, 2],
+        [false, 1],
+      ])
+      expect(seen.slice(4).some(([skipped, scale]) => skipped && scale >= 2)).toBe(true)
+      expect(seen.filter(([skipped]) => !skipped)).toHaveLength(5)
+      expect(run.trainer.skipsInARow).toBe(0)
+    },
+  )
 
   test('one that is no power of two changes roundings alone', async () => {
     using plain = new Run('fp32', {}, device)
@@ -221,11 +252,14 @@ describe.each(devices)('training on %s', (device) => {
     },
   )
 
-  test('without a scale, what quantizing saturates skips nothing', async () => {
-    using run = new Run('fp8-lm-o2', {}, device)
-    run.spoil(() => true)
-    const { skipped, infs, lossScale } = await run.trainer.step()
-    expect([skipped, infs > 0, lossScale]).toEqual([false, true, undefined])
+  test('without a scale, what quantizing saturates skips nothing, unless its scale is a power of two', async () => {
+    // the largest code of the power of two for the largest number is infinite
+    for (const scale of ['current', 'pow2'] as const) {
+      using run = new Run({ base: 'fp8-lm-o2', scale }, {}, device)
+      run.spoil(() => true)
+      const { skipped, infs, lossScale } = await run.trainer.step()
+      expect([skipped, infs > 0, lossScale]).toEqual([scale === 'pow2', true, undefined])
+    }
   })
 
   test('steps as a graph have it, too, and are recorded again when it changes', async () => {

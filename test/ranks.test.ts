@@ -183,6 +183,191 @@ describe.each(devices)('on %s', (device) => {
     },
   )
 
+  describe.each(['f32', 'bf16', 'e4m3/t'] as const)('gradients that travel in %s', (communicate) => {
+    test('are the sums of those that ranks had, within what the format rounds', async () => {
+      const had: Tensor[][] = [[], []]
+      const got: Tensor[][] = [[], []]
+      const copies = (tensors: readonly (Tensor | null)[]) =>
+        tensors.map((x) => Tensor.own(native.convert((x as Tensor).handle, null, 'f32')).keep())
+      const trainers = await llamas(2, recipes.fp32, { device, communicate })
+      for (const [rank, trainer] of trainers.entries()) {
+        const { add } = trainer.ranks
+        trainer.options.phase = (part) => {
+          if (part === 'update') had[rank] = copies(trainer.optimizer.params.map(({ grad }) => grad))
+        }
+        trainer.ranks.add = async (tensors, scales) => {
+          await add.call(trainer.ranks, tensors, scales)
+          got[rank] = copies(tensors)
+        }
+      }
+      await steps(trainers)
+      const values = async (tensors: Tensor[] = []) =>
+        Promise.all(tensors.map(async (tensor) => (await tensor.read()) as Float32Array))
+      const [[a, b], [sums, same]] = [
+        [await values(had[0]), await values(had[1])],
+        [await values(got[0]), await values(got[1])],
+      ]
+      expect(sums).toEqual(same)
+      expect(sums).toHaveLength(trainers[0]?.optimizer.params.length as number)
+      for (const [i, { name, tensor }] of (trainers[0] as Trainer).optimizer.params.entries()) {
+        const [left, right, sum] = [a[i], b[i], sums[i]] as [Float32Array, Float32Array, Float32Array]
+        const largest = [...left, ...right].reduce((most, x) => Math.max(most, Math.abs(x)), 0)
+        expect(largest, name).toBeGreaterThan(0)
+        const relative = { f32: 0, bf16: 2 ** -8, 'e4m3/t': tensor.shape.length === 2 ? 2 ** -4 : 0 }[communicate]
+        // half of the smallest code, three times, where 448 is no less than half of the largest
+        const least = communicate === 'e4m3/t' && relative > 0 ? (1.5 * 2 ** -9 * largest) / 224 : 0
+        let off = 0
+        for (const [k, x] of left.entries()) {
+          const y = right[k] as number
+          const exact = x + y
+          if (relative === 0) off += Number(sum[k] !== Math.fround(exact))
+          else if (communicate === 'bf16' || Math.abs(exact) * 1.07 < largest)
+            off += Number(
+              Math.abs((sum[k] as number) - exact) >
+                relative * (Math.abs(x) + Math.abs(y) + 1.1 * Math.abs(exact)) + least,
+            )
+        }
+        expect(off, name).toBe(0)
+      }
+      for (const tensor of [...had, ...got].flat()) tensor.dispose()
+      drop(...trainers)
+    })
+
+    test.each(['fp32', 'bf16', 'collage-plus', 'adamw8bit', 'coat', 'fp8-lm-o3'] as const)(
+      '%s: ranks have the same parameters, and lose as one does',
+      async (recipe) => {
+        const [one, two] = [
+          await llamas(1, recipes[recipe], { device }),
+          await llamas(2, recipes[recipe], { device, communicate }),
+        ]
+        for (let i = 0; i < 4; i++) {
+          const [[goal], list] = [await steps(one), await steps(two)]
+          expect(new Set(list.map(({ loss, gradNorm, infs }) => `${loss} ${gradNorm} ${infs}`)).size).toBe(1)
+          expect(Math.abs((list[0] as StepMetrics).loss / (goal as StepMetrics).loss - 1)).toBeLessThan(0.02)
+        }
+        const [first, second] = await Promise.all(two.map(parametersOf))
+        expect(first).toEqual(second)
+        expect(memory().live.grad).toBe(0)
+        drop(...one, ...two)
+      },
+    )
+
+    test.each([Number.NaN, Number.POSITIVE_INFINITY])('%d on one rank skips the step of all', async (value) => {
+      const trainers = await llamas(2, recipes.fp32, { device, communicate, lossScale: { initial: 4 } })
+      await steps(trainers)
+      const before = [await parametersOf(trainers[0] as Trainer), await statesOf(trainers)]
+      const param = trainers[1]?.model.parameters('*down_proj*').at(-1) ?? expect.fail('no parameter')
+      const accumulate = param.accumulate.bind(param)
+      param.accumulate = (gradient: Tensor) => {
+        accumulate(gradient)
+        native.write((param.grad as Tensor).handle, new Float32Array(param.tensor.numel).fill(value))
+      }
+      for (const { skipped, step } of await steps(trainers)) expect([skipped, step]).toEqual([true, 1])
+      for (const trainer of trainers) expect(await parametersOf(trainer)).toEqual(before[0])
+      expect(await statesOf(trainers)).toEqual(before[1])
+      param.accumulate = accumulate
+      for (const { skipped, step, lossScale } of await steps(trainers))
+        expect([skipped, step, lossScale]).toEqual([false, 2, 2])
+      drop(...trainers)
+    })
+  })
+
+  test('f32 is what is without a word for it, to the bit', async () => {
+    for (const recipe of ['fp32', 'coat', 'fp8-lm-o3'] as const) {
+      const [plain, named] = [
+        await llamas(2, recipes[recipe], { device }),
+        await llamas(2, recipes[recipe], { device, communicate: 'f32' }),
+      ]
+      for (let i = 0; i < 3; i++) await Promise.all([steps(plain), steps(named)])
+      expect(await parametersOf(named[0] as Trainer)).toEqual(await parametersOf(plain[0] as Trainer))
+      expect(await statesOf(named)).toEqual(await statesOf(plain))
+      drop(...plain, ...named)
+    }
+  })
+
+  test.each([
+    'fp32',
+    'bf16',
+    'bf16-kahan',
+    'collage-plus',
+    'coat',
+    'bnb-adam8bit',
+    'deepseek-v3',
+    'fp8-lm-o3',
+  ] as const)('%s: states in equal parts of all tensors train to the same bits as whole tensors', async (recipe) => {
+    const before = memory().tensors
+    const [whole, flat] = [
+      await llamas(3, recipes[recipe], { device, batch: 1 }),
+      await llamas(3, recipes[recipe], { device, batch: 1, partition: 'flat' }),
+    ]
+    for (let i = 0; i < 3; i++) {
+      const of = async (trainers: Trainer[]) => (await steps(trainers)).map(({ loss, gradNorm }) => [loss, gradNorm])
+      expect(await of(flat)).toEqual(await of(whole))
+    }
+    for (const trainer of flat) expect(await parametersOf(trainer)).toEqual(await parametersOf(whole[0] as Trainer))
+    const bytes = (trainers: Trainer[]) => trainers.map(({ optimizer }) => optimizer.stateBytes)
+    const sum = (list: number[]) => list.reduce((a, b) => a + b, 0)
+    // norms and short ends of runs have a few bytes more where they are cut otherwise
+    expect(Math.abs(sum(bytes(flat)) / sum(bytes(whole)) - 1)).toBeLessThan(0.01)
+    const cut = flat[0]?.optimizer.pieces.filter(({ rows }) => rows) ?? []
+    if (recipe === 'fp8-lm-o3' || recipe === 'collage-plus') expect(cut).toEqual([])
+    else {
+      expect(cut.length).toBeGreaterThanOrEqual(3)
+      expect(Math.max(...bytes(flat)) / Math.min(...bytes(flat))).toBeLessThan(1.1)
+      for (const { optimizer } of flat)
+        expect(optimizer.owned).toEqual(optimizer.params.filter((param) => optimizer.owned.includes(param)))
+    }
+    drop(...whole, ...flat)
+    expect(memory().tensors).toBe(before)
+  })
+
+  test('states in equal parts are saved by their rows, and refused by other parts', async () => {
+    const flat = () => llamas(2, recipes.coat, { device, partition: 'flat' })
+    const two = await flat()
+    await steps(two)
+    await Promise.all(two.map((trainer) => saveCheckpoint(trainer, dir)))
+    const names = two[0]?.optimizer.pieces.filter(({ rows }) => rows).map(({ name }) => name) ?? []
+    expect(names.length).toBeGreaterThan(0)
+    for (const name of names) expect(name).toMatch(/\.weight\[\d+:\d+\]$/)
+    const goal = [await steps(two), await steps(two)].map(([one]) => one?.loss)
+    const again = await flat()
+    await Promise.all(again.map((trainer) => trainer.resume(dir)))
+    expect([await steps(again), await steps(again)].map(([one]) => one?.loss)).toEqual(goal)
+    expect(await statesOf(again)).toEqual(await statesOf(two))
+    const whole = await llamas(2, recipes.coat, { device })
+    await expect(whole[0]?.resume(dir)).rejects.toThrow(/tensor '.*' is .* here, and must be equal/)
+    const four = await llamas(4, recipes.coat, { device, partition: 'flat' })
+    await expect(four[0]?.resume(dir, { allow: ['ranks', 'batch'] })).rejects.toThrow(
+      /tensor '.*' is .* here, and must/,
+    )
+    drop(...two, ...again, ...whole, ...four)
+  })
+
+  test('mu of fp8-lm-auto-mu is that of ranks: the same on each, and a checkpoint has it', async () => {
+    const recipe = recipes['fp8-lm-auto-mu']
+    const whole = await llamas(2, recipe, { device, accumulate: 2 })
+    const muOf = ({ exchange }: Trainer) => exchange?.state() ?? expect.fail()
+    const first = muOf(whole[0] as Trainer)
+    expect(new Set(Object.values(first))).toEqual(new Set([1 / Math.sqrt(2)]))
+    const losses: number[] = []
+    for (let i = 0; i < 4; i++) {
+      if (i === 2) await Promise.all(whole.map((trainer) => saveCheckpoint(trainer, dir)))
+      losses.push((await steps(whole))[0]?.loss as number)
+    }
+    const [a, b] = whole.map(muOf)
+    expect(a).toEqual(b)
+    for (const [name, value] of Object.entries(a ?? {})) expect(value, name).not.toBe(first[name])
+    const again = await llamas(2, recipe, { device, accumulate: 2, seed: 9 })
+    await Promise.all(again.map((trainer) => trainer.resume(dir)))
+    expect([(await steps(again))[0]?.loss, (await steps(again))[0]?.loss]).toEqual(losses.slice(2))
+    expect(again.map(muOf)).toEqual([a, a])
+    const other = await llamas(2, recipe, { device, accumulate: 2, mu: 'none' })
+    await expect(other[0]?.resume(dir)).rejects.toThrow(/mu.reading is "relative" in the checkpoint and absent here/)
+    const plain = await llamas(2, recipe, { device, accumulate: 2, mu: 'none', communicate: 'bf16' })
+    await expect(plain[0]?.resume(dir)).rejects.toThrow(/communicate is "e4m3\/t" in the checkpoint and "bf16" here/)
+    drop(...whole, ...again, ...other, ...plain)
+  })
+
   test('N6: a NaN in the gradient of one rank is skipped by all', async () => {
     const trainers = await llamas(2, recipes.coat, { device })
     await steps(trainers)
@@ -403,6 +588,13 @@ describe('ranks', () => {
     )
     await expect(make({ optimizerInBackward: true })).rejects.toThrow('optimizerInBackward updates before')
     await expect(make({ measureUpdates: 2 })).rejects.toThrow('measureUpdates is 2 and must be 0 with several ranks')
+    await expect(make({ mu: 'fixed' })).rejects.toThrow(
+      'mu is "fixed" and must be none where several ranks communicate in f32',
+    )
+    await expect(make({ communicate: 'e5m2/t' })).rejects.toThrow(
+      'communicate is "e5m2/t" and must be one of f32, bf16, e4m3/t',
+    )
+    await expect(make({ partition: 'rows' })).rejects.toThrow("partition is 'rows' and must be whole or flat")
     await expect(make({}, 'te-delayed')).rejects.toThrow('model has scales of steps before, which would differ')
   })
 

@@ -114,12 +114,32 @@ it.each<[unknown, RegExp]>([
   ],
   [
     { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, sum: 'f16' } },
-    /emulated.sum is 'f16': .* must be eEmM or q/,
+    /emulated.sum is 'f16': .* must be eEmM, eEm/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, operand: { x: 'e5m2', w: 'e5m2' } } },
+    /emulated.operand has x, w and must be a word or have x, w, dy/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, result: { db: 'e5m2' } } },
+    /emulated.result has db and must be a word or have y, dx, dw/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, result: { dw: 'f16' } } },
+    /emulated.result.dw is 'f16': .* must be eEmM, eEmM\/inf or q/,
+  ],
+  [
+    { ...recipes.fp32, emulated: { ...recipes['micikevicius-f16'].emulated, chunk: 64 } },
+    /emulated.chunk is 64 and must be an integer of at least 0, and 0 with sum 'f32'/,
   ],
   [
     { ...recipes.fp32, emulated: { ...recipes.e8m5.emulated, update: 'e9m2' } },
     /emulated.update is 'e9m2': round_to: range is 9 and must be from 2 to 8/,
   ],
+  [{ ...recipes.bf16, communicate: 'e5m2/t' }, /communicate is 'e5m2\/t' and must be one of f32, bf16, e4m3\/t/],
+  [{ ...recipes.bf16, scale: 'pow2' }, /scale 'pow2' needs x 'e4m3\/t'/],
+  [{ ...recipes.bf16, partition: 'rows' }, /partition is 'rows' and must be one of whole, flat/],
+  [{ ...recipes.e8m3, communicate: 'bf16' }, /communicate other than 'f32' cannot be had with emulated/],
   [{ ...recipes.bf16, rounding: 'kahan' }, /rounding other than 'nearest' needs param 'bf16' and no master/],
 ])('refuses %j', (which, text) => {
   const attempt = () => recipe(which as Recipe)

@@ -202,7 +202,7 @@ describe.each(devices)('on %s', (name) => {
     for (const [recipe, optimizer] of [
       ['bf16', adamw()],
       ['deepseek-v3', adamw()],
-      ['fp8-lm-o2', adamw()],
+      [{ base: 'fp8-lm-o2', scale: 'current' }, adamw()],
       ['coat', lion()],
     ] as const) {
       using model = new LlamaForCausalLM(smallLlama, { recipe, device: where })

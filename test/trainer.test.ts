@@ -69,8 +69,10 @@ describe.each(Object.keys(recipes) as RecipeName[])('%s', (recipe) => {
       schedule: cosine({ warmup: 10 }),
     })
     const first = await it.validate(8)
-    const metrics = await all(it.run())
-    expect(metrics).toHaveLength(150)
+    const every = await all(it.run())
+    const metrics = every.filter(({ skipped }) => !skipped)
+    // in half precision some gradients are too large for the loss scale
+    expect(every.length - metrics.length).toBeLessThanOrEqual('lossScale' in recipes[recipe] ? 3 : 0)
     expect(metrics.map(({ step }) => step)).toEqual(Array.from({ length: 150 }, (_, i) => i + 1))
     const last = await it.validate(8)
     expect(first).toBeGreaterThan(5)

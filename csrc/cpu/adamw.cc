@@ -48,7 +48,11 @@ class SeriesOf final : public Series {
     }
   }
   void seal() override {
-    if constexpr (kTensor) sealed_ = view_.seal(0, Range{max_.load(), infs_.load()});
+    if constexpr (kTensor) {
+      using Code = std::remove_reference_t<decltype(*view_.codes)>;
+      count_infs(view_.status, infs_);
+      sealed_ = view_.seal_as(scale_for<Code, true>(Range{max_, 0}));
+    }
   }
   void store(int64_t begin, int64_t count, const float* x) const override {
     const V view = view_;

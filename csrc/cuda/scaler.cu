@@ -49,7 +49,7 @@ __global__ void scale_from_history_kernel(float* history, int64_t n, float* scal
 void amax(const amax_args& args) {
   uint32_t* y = args.y.as<uint32_t>();
   check(cudaMemsetAsync(y, 0, sizeof(uint32_t), stream()), "amax");
-  with("x", args.x, Views<F32, BF16, E4M3T, E5M2T, E4M3G16>{}, [&](const auto x) {
+  with("x", args.x, Views<F32, BF16, F16T, E4M3T, E5M2T, E4M3G16>{}, [&](const auto x) {
     using X = std::remove_const_t<decltype(x)>;
     const Rows rows = rows_of<X>(args.x);
     launch("amax", amax_kernel<X>, largest_blocks<X>(rows), kThreads, 0, x, rows, y);

@@ -10,13 +10,17 @@ import { matrix, type Shape, valuesOf } from '../values.ts'
 /** The rounding to nearest of a word, from the definitions of its numbers. */
 function nearest(word: Arithmetic, lossScale = 1): (x: number) => number {
   const [kind, range, precision] = arithmeticOf(word)
-  const least = kind === 'float' ? 2 - 2 ** (range - 1) : 0 // exponent of the smallest normal number
-  const high = kind === 'float' ? (2 - 2 ** -precision) * 2 ** (1 - least) : 2 ** (range - 1) - 2 ** -precision
-  const low = kind === 'float' ? -high : -(2 ** (range - 1))
+  const fixed = kind === 'fixed'
+  const least = fixed ? 0 : 2 - 2 ** (range - 1) // exponent of the smallest normal number
+  const high = fixed ? 2 ** (range - 1) - 2 ** -precision : (2 - 2 ** -precision) * 2 ** (1 - least)
+  const low = fixed ? -(2 ** (range - 1)) : -high
   return (x) => {
     if (Number.isNaN(x)) return x
+    // half a step more than the largest is a tie, of which the even number is the power of two above
+    const beyond = 2 ** (2 - least) - 2 ** (-least - precision)
+    if (kind === 'ieee' && Math.abs(x * lossScale) >= beyond) return Math.sign(x) * Number.POSITIVE_INFINITY
     const c = Math.min(Math.max(x * lossScale, low), high)
-    const step = 2 ** ((kind === 'float' ? Math.max(exponentOf(c), least) : 0) - precision)
+    const step = 2 ** ((fixed ? 0 : Math.max(exponentOf(c), least)) - precision)
     return (toInteger(c / step) * step) / lossScale
   }
 }
@@ -47,9 +51,17 @@ const product = (a: Handle, b: Handle, chunk: number, word: Arithmetic, bias: Ha
 const mean = (values: readonly number[]) => values.reduce((sum, x) => sum + x, 0) / values.length
 
 const words = ['e5m2', 'e6m9', 'e8m3', 'e8m7', 'e8m23', 'e2m0', 'q4.12', 'q8.8', 'q1.24', 'q24.1'] as const
+const infinite = ['e5m10/inf', 'e5m2/inf', 'e4m3/inf', 'e2m0/inf', 'e8m23/inf'] as const
 
 describe('round_to', () => {
-  for (const [word, lossScale] of [...words.map((word) => [word, 1] as const), ['e5m2', 1024], ['q4.12', 64]] as const)
+  for (const [word, lossScale] of [
+    ...[...words, ...infinite].map((word) => [word, 1] as const),
+    ...([
+      ['e5m2', 1024],
+      ['q4.12', 64],
+      ['e4m3/inf', 64],
+    ] as const),
+  ])
     describe(`${word}, times ${lossScale}`, () =>
       checkOp('round_to', {
         sizes,
@@ -93,6 +105,32 @@ describe('round_to', () => {
       }
     })
 
+    test(`on ${device}: what half precision cannot hold is infinite, from half a step above 65504 on`, async () => {
+      const { POSITIVE_INFINITY: infinity, NaN: nan } = Number
+      const found = await rounded('e5m10/inf', [65519.9, -65519.9, 65520, -65520, infinity, -infinity, nan])
+      expect(found).toEqual([65504, -65504, infinity, -infinity, infinity, -infinity, nan])
+      expect(await rounded('e5m10/inf', [2 ** -25, 1.5 * 2 ** -25, 3 * 2 ** -25, -(2 ** -26)])).toEqual([
+        0,
+        2 ** -24,
+        2 ** -23,
+        -0,
+      ])
+      // e5m2 has room up to 61440; a loss scale of 4 leaves a quarter
+      expect(await rounded('e5m2/inf', [61439, 61440])).toEqual([57344, infinity])
+      const scaled = round(await made([15359, 15360], device), 'e5m2/inf', 1, 4)
+      expect(await read(scaled)).toEqual([14336, infinity])
+      const x = own(native.random_normal('f32', 64, 100, 0, 1e-4, 5, device))
+      expect(await read(round(x, 'e5m10/inf'))).toEqual(await read(own(native.convert(x, null, 'f16'))))
+    })
+
+    test(`on ${device}: at random it is infinite with the probability of what is left over`, async () => {
+      // three quarters from 57344 to what would be the next number, 65536
+      const values = await read(round(await full(100_000, 57344 + 6144, device), 'e5m2/inf/sr'))
+      const over = values.filter((x) => x === Number.POSITIVE_INFINITY).length
+      expect(values.every((x) => x === 57344 || x === Number.POSITIVE_INFINITY)).toBe(true)
+      expect(Math.abs(over / 100_000 - 0.75)).toBeLessThan(0.0042) // 3 sigma
+    })
+
     test(`on ${device}: e8m7 is bf16, e5m2 what convert makes`, async () => {
       const x = own(native.random_normal('f32', 64, 100, 0, 30, 5, device))
       expect(await read(round(x, 'e8m7'))).toEqual(await read(own(native.convert(x, null, 'bf16'))))
@@ -110,6 +148,7 @@ describe('round_to', () => {
 
     test.each([
       ['e5m2/sr', 1],
+      ['e5m2/inf/sr', 1],
       ['e6m9/sr', 1],
       ['q4.12/sr', 1],
       ['e5m2/sr', 1024],
@@ -144,7 +183,9 @@ describe('round_to', () => {
   }
   checkSame('round_to at random', (device) => {
     const x = own(native.random_normal('f32', 500, 1000, 0, 2, 3, device))
-    return (['e5m2/sr', 'e6m9/sr', 'q4.12/sr', 'e8m3'] as const).map((word) => round(x, word, 12345))
+    return (['e5m2/sr', 'e6m9/sr', 'q4.12/sr', 'e8m3', 'e2m0/inf/sr', 'e3m2/inf'] as const).map((word) =>
+      round(x, word, 12345),
+    )
   })
 
   it('refuses what is no arithmetic', async () => {
@@ -157,7 +198,8 @@ describe('round_to', () => {
     expect(() => native.round_to(x, 'float', 5, 2, 65, 'nearest', 0)).toThrow(
       'round_to: shift is 65 and must be from 0 to 64',
     )
-    expect(() => round(x, 'e5' as Arithmetic)).toThrow("arithmetic is 'e5' and must be eEmM or qI.F")
+    expect(() => round(x, 'e5' as Arithmetic)).toThrow("arithmetic is 'e5' and must be eEmM, eEmM/inf or qI.F")
+    expect(() => round(x, 'q4.4/inf' as Arithmetic)).toThrow("arithmetic is 'q4.4/inf' and must be eEmM")
     const a = tensor('f32', [1, 1], [1])
     expect(() => product(a, a, -1, 'e5m2')).toThrow('matmul_emulated: chunk is -1 and must be at least 0')
   })
@@ -177,6 +219,7 @@ describe('matmul_emulated', () => {
     ['e8m3', 1],
     ['q4.12', 1],
     ['e6m9', 1024],
+    ['e4m3/inf', 1],
   ] as const)
     for (const chunk of [0, 1, 7, 64])
       describe(`${word}, times ${lossScale}, chunk ${chunk}`, () => {

@@ -6,8 +6,7 @@ namespace generic {
 namespace {
 
 __device__ float scale_of(DType type, const Range& range) {
-  if (type == DType::f16) return scale_for<Float16>(range);
-  return type == DType::e4m3 ? scale_for<E4M3>(range) : scale_for<E5M2>(range);
+  return type == DType::f16 ? scale_for<Float16, true>(range) : scale_for<E4M3, true>(range);
 }
 
 // A thread a parameter.
