@@ -269,7 +269,7 @@ describe.each(devices)('a model on %s', (device) => {
     return seen
   }
 
-  on.each(['coat', 'te-current', 'te-delayed', 'fp8-lm-o1'] as const)(
+  on.each(['coat', 'te-current', 'te-delayed'] as const)(
     '%s: every product is as asked',
     async (base) => {
       const losses: number[] = []
