@@ -269,27 +269,24 @@ describe.each(devices)('a model on %s', (device) => {
     return seen
   }
 
-  on.each(['coat', 'te-current', 'te-delayed'] as const)(
-    '%s: every product is as asked',
-    async (base) => {
-      const losses: number[] = []
-      for (const accumulate of ['split', 'fast', 'fast-forward'] as const) {
-        const seen = watched()
-        using run = training({ base, accumulate })
-        losses.push(...(await run.losses()))
-        vi.restoreAllMocks()
-        const wanted = { split: [], fast: [false, true], 'fast-forward': [false] }[accumulate] as boolean[]
-        for (const { op, backward, accumulate: found } of seen)
-          expect(found, `${op}, backward ${backward}`).toBe(wanted.includes(backward) ? 'fast' : 'split')
-        expect(new Set(seen.map(({ op }) => op))).toEqual(new Set(['matmul_nt', 'matmul_nt_rope', 'matmul_nt_into']))
-        expect(new Set(seen.map(({ backward }) => backward))).toEqual(new Set([false, true]))
-      }
-      const [split, fast, forward] = losses as [number, number, number]
-      expect(forward).toBe(fast) // of a first step
-      expect(fast).not.toBe(split)
-      expect(Math.abs(fast - split)).toBeLessThan(1e-2 * split)
-    },
-  )
+  on.each(['coat', 'te-current', 'te-delayed'] as const)('%s: every product is as asked', async (base) => {
+    const losses: number[] = []
+    for (const accumulate of ['split', 'fast', 'fast-forward'] as const) {
+      const seen = watched()
+      using run = training({ base, accumulate })
+      losses.push(...(await run.losses()))
+      vi.restoreAllMocks()
+      const wanted = { split: [], fast: [false, true], 'fast-forward': [false] }[accumulate] as boolean[]
+      for (const { op, backward, accumulate: found } of seen)
+        expect(found, `${op}, backward ${backward}`).toBe(wanted.includes(backward) ? 'fast' : 'split')
+      expect(new Set(seen.map(({ op }) => op))).toEqual(new Set(['matmul_nt', 'matmul_nt_rope', 'matmul_nt_into']))
+      expect(new Set(seen.map(({ backward }) => backward))).toEqual(new Set([false, true]))
+    }
+    const [split, fast, forward] = losses as [number, number, number]
+    expect(forward).toBe(fast) // of a first step
+    expect(fast).not.toBe(split)
+    expect(Math.abs(fast - split)).toBeLessThan(1e-2 * split)
+  })
 
   on('gradients are near those of exact sums; those of fast-forward differ from those of fast', async () => {
     const ids = Int32Array.from({ length: 192 }, (_, i) => (i * i) % 251)
