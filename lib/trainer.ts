@@ -1,6 +1,6 @@
 // The loop: batch → forward → backward → step. Yields one metrics object a step and writes nothing.
 import { setImmediate } from 'node:timers/promises'
-import { quantizesGradients } from './axes.ts'
+import { emulationsOf, quantizesGradients } from './axes.ts'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
@@ -25,6 +25,8 @@ export interface TrainableModel extends Module, Scorer {
   readonly recipe: Recipe
   /** Sizes, where it has them in one place: a checkpoint records and compares them. */
   readonly config?: object
+  /** What it was built with: it too, where products are rounded at random. */
+  readonly seed?: number
 }
 
 /** What is queued next: a micro-batch's forward, its backward, the update; `end`: nothing more in this step. */
@@ -261,6 +263,8 @@ export class Trainer implements Disposable {
     const trained = model.parameters().filter(({ frozen }) => !frozen)
     const { recipe } = model
     const sums = { mu: mu ?? recipe.mu ?? 'none', communicate: communicate ?? recipe.communicate ?? 'f32' } as const
+    if (sums.communicate !== 'f32' && emulationsOf(recipe).length > 0)
+      refuse('communicate', `is ${sums.communicate} and must be f32 with emulated arithmetic, whose gradients are f32`)
     this.exchange = exchangeOf(trained, sums, full, ranks)
     const { rank, count } = ranks
     const part = { rank, count, partition: partition ?? recipe.partition ?? 'whole' }
