@@ -262,6 +262,31 @@ function checkEmulation(emulation: Emulation, where: string): void {
   }
 }
 
+type Rule<Name> = readonly [name: Name, rule: string, holds: boolean]
+
+function chunkRule({ sum, chunk }: Pick<Emulation, 'sum' | 'chunk'>): Rule<'chunk'> {
+  const holds = Number.isSafeInteger(chunk) && chunk >= 0 && (sum !== 'f32' || chunk === 0)
+  return ['chunk', "an integer of at least 0, and 0 with sum 'f32'", holds]
+}
+
+function lossScaleRule(scale: number): Rule<'lossScale'> {
+  const shift = typeof scale === 'number' ? Math.log2(scale) : Number.NaN
+  return [
+    'lossScale',
+    'a power of two of at least 1, and at most 2^64',
+    Number.isSafeInteger(shift) && shift >= 0 && shift <= 64,
+  ]
+}
+
+function expectRule(op: string, [name, rule, holds]: Rule<string>, value: unknown): void {
+  if (!holds) throw new CoatError(`${op}: ${name} is ${shown(value)} and must be ${rule}`, 'value', op, name)
+}
+
+/** Refuses sums by chunks that there are not. */
+export function expectChunk(sums: Pick<Emulation, 'sum' | 'chunk'>): void {
+  expectRule('matmul_emulated', chunkRule(sums), sums.chunk)
+}
+
 // The arithmetic words of an emulation by their names, those of its parts too.
 function wordsOf({ operand, sum, result, update }: Emulation, where: string): [name: string, word: Arithmetic][] {
   const parts = (name: string, of: Emulation['operand' | 'result'], known: readonly string[]) => {
@@ -297,6 +322,7 @@ export function arithmeticOf(word: Arithmetic, lossScale = 1) {
       'round_to',
       'arithmetic',
     )
+  expectRule('round_to', lossScaleRule(lossScale), lossScale)
   const kind = exponent === undefined ? 'fixed' : infinite === undefined ? 'float' : 'ieee'
   return [kind, range, precision, Math.log2(lossScale), stochastic === undefined ? 'nearest' : 'stochastic'] as const
 }
