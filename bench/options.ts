@@ -36,8 +36,11 @@ export function namedRecipes(text: string): NamedRecipe[] {
     const name = word.trim()
     const [base = '', ...changes] = name.split('+')
     const [known] = recipeNames(base) as [RecipeName]
+    const axes = changes.map(setting)
+    const odd = axes.find(([axis], i) => axis === 'base' || axes.some((other, j) => j < i && other[0] === axis))
+    if (odd) throw new InvalidArgumentError(`'${name}' gives ${odd[0]} twice.`)
     try {
-      return { name, recipe: recipe({ ...recipes[known], ...Object.fromEntries(changes.map(setting)) }) }
+      return { name, recipe: recipe({ base: known, ...Object.fromEntries(axes) }) }
     } catch (error) {
       throw new InvalidArgumentError((error as Error).message)
     }

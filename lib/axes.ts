@@ -154,9 +154,20 @@ function refuse(message: string, argument: string): never {
  */
 export function recipe(which: RecipeName | Recipe | RecipeChange): Recipe {
   if (typeof which === 'string') return checked(rowOf(which, 'name'))
+  if (!isObject(which)) refuse(`it is ${shown(which)} and must be the name of a row, or an object of axes`, 'name')
   if (!('base' in which)) return checked(which)
   const { base, ...changes } = which
   return checked({ ...rowOf(base, 'base'), ...changes })
+}
+
+function isObject(value: unknown): value is object {
+  return typeof value === 'object' && value !== null && !Array.isArray(value)
+}
+
+// Words in quotes, objects and lists as JSON.
+function shown(value: unknown): string {
+  if (typeof value === 'string') return `'${value}'`
+  return typeof value === 'object' ? JSON.stringify(value) : String(value)
 }
 
 function rowOf(name: RecipeName, argument: string): Recipe {
@@ -171,31 +182,37 @@ function checked(which: Recipe, where = ''): Recipe {
         `axis '${where}${axis}' is unknown; the axes are ${Object.keys({ ...axes, ...free }).join(', ')}`,
         `${where}${axis}`,
       )
-  const { lossScale = 'none' } = which
+  const { lossScale = 'none', layers = {} } = which
   if (lossScale !== 'none') new LossScale(lossScale)
   for (const axis of ['mu', 'communicate', 'partition', 'qkvGrad'] as const) {
     const value = which[axis]
     if (value !== undefined && !(free[axis] as readonly string[]).includes(value))
-      refuse(`${where}${axis} is '${value}' and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)
+      refuse(`${where}${axis} is ${shown(value)} and must be one of ${free[axis].join(', ')}`, `${where}${axis}`)
   }
   const delayed = typeof which.scale === 'object' && which.scale !== null ? which.scale : null
   if (delayed) checkDelayed(delayed, `${where}scale.`)
-  if (which.emulated) checkEmulation(which.emulated, `${where}emulated.`)
+  if ((which.emulated ?? null) !== null) checkEmulation(which.emulated as Emulation, `${where}emulated.`)
   for (const [axis, legal] of Object.entries(axes)) {
     const value = which[axis as Axis]
     if (!(axis === 'scale' && delayed) && !(legal as readonly unknown[]).includes(value))
       refuse(
-        `${where}${axis} is '${value}' and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`,
+        `${where}${axis} is ${shown(value)} and must be one of ${legal.map((word) => `'${word}'`).join(', ')}`,
         `${where}${axis}`,
       )
   }
   for (const { text, holds } of rules)
     if (!holds(which)) {
-      const word = (value: unknown) => (typeof value === 'object' && value ? JSON.stringify(value) : `'${value}'`)
-      const shown = Object.keys(axes).map((axis) => `${axis} ${word(which[axis as Axis])}`)
-      refuse(`${where}${text}; received ${shown.join(', ')}`, text.split(' ')[0] ?? '')
+      const received = Object.keys(axes).map((axis) => `${axis} ${shown(which[axis as Axis])}`)
+      refuse(`${where}${text}; received ${received.join(', ')}`, text.split(' ')[0] ?? '')
     }
-  for (const [pattern, change] of Object.entries(which.layers ?? {})) {
+  if (!isObject(layers))
+    refuse(`layers is ${shown(layers)} and must be an object, of changes by patterns of names`, 'layers')
+  for (const [pattern, change] of Object.entries(layers)) {
+    if (!isObject(change))
+      refuse(
+        `layers['${pattern}'] is ${shown(change)} and must be an object, of axes that change`,
+        `layers['${pattern}']`,
+      )
     for (const axis of whole)
       if (Object.hasOwn(change, axis)) refuse(`${axis} is the whole model's, and layers['${pattern}'] has it`, axis)
     checked({ ...alone(which), ...change }, `layers['${pattern}'].`)
@@ -217,33 +234,64 @@ function checkDelayed(scaling: DelayedScaling, where: string): void {
 }
 
 function checkEmulation(emulation: Emulation, where: string): void {
+  if (!isObject(emulation))
+    refuse(`${where.slice(0, -1)} is ${shown(emulation)} and must be an object or null`, where.slice(0, -1))
   const names = ['operand', 'sum', 'chunk', 'result', 'lossScale', 'update']
   for (const name of Object.keys(emulation))
     if (!names.includes(name))
       refuse(`axis '${where}${name}' is unknown; an emulation has ${names.join(', ')}`, `${where}${name}`)
   const { sum, chunk, lossScale } = emulation
   if (!Number.isSafeInteger(chunk) || chunk < 0 || (sum === 'f32' && chunk !== 0))
-    refuse(`${where}chunk is ${chunk} and must be an integer of at least 0, and 0 with sum 'f32'`, `${where}chunk`)
-  const shift = Math.log2(lossScale)
+    refuse(
+      `${where}chunk is ${shown(chunk)} and must be an integer of at least 0, and 0 with sum 'f32'`,
+      `${where}chunk`,
+    )
+  const shift = typeof lossScale === 'number' ? Math.log2(lossScale) : Number.NaN
   if (!Number.isSafeInteger(shift) || shift < 0)
-    refuse(`${where}lossScale is ${lossScale} and must be a power of two of at least 1`, `${where}lossScale`)
+    refuse(`${where}lossScale is ${shown(lossScale)} and must be a power of two of at least 1`, `${where}lossScale`)
   const one = native.make('f32', [1], 'cpu', 'temp')
   try {
     for (const [name, word] of wordsOf(emulation, where))
       try {
         native.free(native.round_to(one, ...arithmeticOf(word, lossScale), 0))
       } catch (error) {
-        refuse(`${where}${name} is '${word}': ${(error as Error).message}`, `${where}${name}`)
+        refuse(`${where}${name} is ${shown(word)}: ${(error as Error).message}`, `${where}${name}`)
       }
   } finally {
     native.free(one)
   }
 }
 
+type Rule<Name> = readonly [name: Name, rule: string, holds: boolean]
+
+function chunkRule({ sum, chunk }: Pick<Emulation, 'sum' | 'chunk'>): Rule<'chunk'> {
+  const holds = Number.isSafeInteger(chunk) && chunk >= 0 && (sum !== 'f32' || chunk === 0)
+  return ['chunk', "an integer of at least 0, and 0 with sum 'f32'", holds]
+}
+
+function lossScaleRule(scale: number): Rule<'lossScale'> {
+  const shift = typeof scale === 'number' ? Math.log2(scale) : Number.NaN
+  return [
+    'lossScale',
+    'a power of two of at least 1, and at most 2^64',
+    Number.isSafeInteger(shift) && shift >= 0 && shift <= 64,
+  ]
+}
+
+function expectRule(op: string, [name, rule, holds]: Rule<string>, value: unknown): void {
+  if (!holds) throw new CoatError(`${op}: ${name} is ${shown(value)} and must be ${rule}`, 'value', op, name)
+}
+
+/** Refuses sums by chunks that there are not. */
+export function expectChunk(sums: Pick<Emulation, 'sum' | 'chunk'>): void {
+  expectRule('matmul_emulated', chunkRule(sums), sums.chunk)
+}
+
 // The arithmetic words of an emulation by their names, those of its parts too.
 function wordsOf({ operand, sum, result, update }: Emulation, where: string): [name: string, word: Arithmetic][] {
   const parts = (name: string, of: Emulation['operand' | 'result'], known: readonly string[]) => {
-    if (typeof of !== 'object' || of === null) return of === undefined ? [] : [[name, of] as [string, Arithmetic]]
+    // of results alone there may be none
+    if (!isObject(of)) return of === undefined && name === 'result' ? [] : [[name, of] as [string, Arithmetic]]
     const odd = [...Object.keys(of), ...(name === 'operand' ? known : [])].find(
       (part) => !known.includes(part) || !Object.hasOwn(of, part),
     )
@@ -265,15 +313,16 @@ function wordsOf({ operand, sum, result, update }: Emulation, where: string): [n
 /** What native ops take of a word such as `e5m2` or `q4.12/sr`, for what is multiplied by a power of two. */
 export function arithmeticOf(word: Arithmetic, lossScale = 1) {
   const [, exponent, mantissa, infinite, before, behind, stochastic] =
-    /^(?:e(\d+)m(\d+)(\/inf)?|q(\d+)\.(\d+))(\/sr)?$/.exec(word) ?? []
+    /^(?:e(\d+)m(\d+)(\/inf)?|q(\d+)\.(\d+))(\/sr)?$/.exec(typeof word === 'string' ? word : '') ?? []
   const [range, precision] = [exponent ?? before, mantissa ?? behind].map(Number)
   if (range === undefined || precision === undefined || Number.isNaN(range))
     throw new CoatError(
-      `arithmetic is '${word}' and must be eEmM, eEmM/inf or qI.F with numbers of bits, and /sr for stochastic rounding`,
+      `arithmetic is ${shown(word)} and must be eEmM, eEmM/inf or qI.F with numbers of bits, and /sr for stochastic rounding`,
       'value',
       'round_to',
       'arithmetic',
     )
+  expectRule('round_to', lossScaleRule(lossScale), lossScale)
   const kind = exponent === undefined ? 'fixed' : infinite === undefined ? 'float' : 'ieee'
   return [kind, range, precision, Math.log2(lossScale), stochastic === undefined ? 'nearest' : 'stochastic'] as const
 }
@@ -322,6 +371,18 @@ export function checkLayers({ layers = {} }: { layers?: Readonly<Record<string, 
 export function quantizesGradients({ dy, dw, layers = {} }: Recipe): boolean {
   const formats = [dy, dw, ...Object.values(layers).flatMap((layer) => [layer.dy ?? dy, layer.dw ?? dw])]
   return formats.some(isScaled)
+}
+
+/** The emulated arithmetic of the model, and of its blocks. */
+export function emulationsOf({ emulated = null, layers = {} }: Recipe): Emulation[] {
+  return [emulated, ...Object.values(layers).map((layer) => layer.emulated ?? null)].filter((one) => one !== null)
+}
+
+/** Whether products are rounded at random somewhere, by bits that come from the model's seed. */
+export function roundsAtRandom(recipe: Recipe): boolean {
+  const words = emulationsOf(recipe).flatMap((emulation) => wordsOf(emulation, ''))
+  // those of updates come from the optimizer's seed
+  return words.some(([name, word]) => name !== 'update' && word.endsWith('/sr'))
 }
 
 /** What a parameter of a matrix costs from one step to the next, in bytes. */

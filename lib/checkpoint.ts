@@ -1,6 +1,7 @@
 // Checkpoints: all that a run needs to go on bit for bit, in folders that are there whole or not at all.
 import { mkdir, readdir, readFile, rename, rm, writeFile } from 'node:fs/promises'
 import { basename, join } from 'node:path'
+import { roundsAtRandom } from './axes.ts'
 import type { DataState, Dataset } from './data.ts'
 import type { Exchange } from './exchange.ts'
 import type { SpikeGuard, SpikeState } from './guard.ts'
@@ -33,7 +34,7 @@ export interface CheckpointOptions {
 
 /** What a checkpoint is of: a `Trainer`. */
 export interface Checkpointed {
-  readonly model: Module & { readonly recipe: Recipe; readonly config?: object }
+  readonly model: Module & { readonly recipe: Recipe; readonly config?: object; readonly seed?: number }
   readonly optimizer: Optimizer
   readonly options: {
     readonly data: Dataset
@@ -386,13 +387,21 @@ function settingsOf(
 ): Record<string, unknown> {
   // what a trainer has of its own may differ from the recipe's
   const { lossScale: _scaling, mu: _mu, communicate: _travel, partition: _part, ...recipe } = model.recipe
-  const { config = {} } = model
+  const seed = roundsAtRandom(model.recipe) ? { seed: model.seed } : {}
   const { allowUnsafe: _, ...rest } = { allowUnsafe: false, ...optimizer.options }
   const { batch, accumulate, clip, steps, data, schedule, recompute, optimizerInBackward } = options
   const { position: __, ...order } = { position: 0, sequence: data.sequence, ...data.state?.() }
   const factors = Object.fromEntries(places.map((place) => [place, schedule(place, steps)]))
   const rounding = optimizer.options.rounding ?? recipe.rounding
-  const all = { recipe, model: config, optimizer: { ...rest, rounding }, batch, accumulate, clip, steps }
+  const all = {
+    recipe,
+    model: { ...model.config, ...seed },
+    optimizer: { ...rest, rounding },
+    batch,
+    accumulate,
+    clip,
+    steps,
+  }
   // what is made again from a copy differs from what was there by the copy's rounding
   const kept = recipe.flow === 'save' && recipe.saved !== recipe.stream ? { remade: recompute !== 'none' } : {}
   const update = optimizerInBackward ? { optimizerInBackward } : {}

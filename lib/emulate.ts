@@ -1,5 +1,5 @@
 // Emulated arithmetic: f32 tensors that hold numbers of fewer bits, rounded after each operation. A reference, and slow.
-import { arithmeticOf } from './axes.ts'
+import { arithmeticOf, expectChunk } from './axes.ts'
 import type { Handle } from './native.gen.ts'
 import { native } from './native.ts'
 import type { Arithmetic, Emulation } from './recipes.ts'
@@ -33,6 +33,7 @@ export function matmulEmulated(
   { sum, chunk }: Pick<Emulation, 'sum' | 'chunk'>,
   { seed = 0, lossScale = 1 }: RoundOptions = {},
 ): Tensor {
+  expectChunk({ sum, chunk })
   const added = bias?.handle ?? null
   if (sum === 'f32') return Tensor.own(native.matmul_nt(a.handle, b.handle, added, 'f32', null)[0])
   const arithmetic = arithmeticOf(sum, lossScale)

@@ -301,6 +301,8 @@ export function exchangeOf(
       `communicate is ${JSON.stringify(communicate)} and must be one of ${communications.join(', ')}`,
       'communicate',
     )
+  if (typeof mu !== 'string' && (typeof mu !== 'object' || mu === null || Array.isArray(mu)))
+    refuse(`mu is ${JSON.stringify(mu)} and must be none, absolute, relative, fixed, or an object`)
   const several = count > 1
   if (mu === 'none') return several && communicate !== 'f32' ? new SentGradients(params, communicate) : null
   if (several && communicate !== 'e4m3/t')

@@ -27,7 +27,7 @@ export class LossScale {
 
   constructor(scaling: Exclude<LossScaling, 'none'>) {
     const given = typeof scaling === 'number' ? { initial: scaling, growth: 1, backoff: 1 } : scaling
-    if (given !== 'dynamic' && (typeof given !== 'object' || given === null))
+    if (given !== 'dynamic' && (typeof given !== 'object' || given === null || Array.isArray(given)))
       refuse('lossScale', given, "'none', 'dynamic', a number, or an object")
     this.options = { ...usual, ...(given === 'dynamic' ? {} : given) }
     const { initial, growth, interval, backoff, minimum } = this.options
@@ -40,11 +40,11 @@ export class LossScale {
     demand('initial', fits(initial), 'from 2^-100 to 2^100')
     demand('growth', fits(growth) && growth >= 1, 'a number of at least 1')
     demand('interval', Number.isSafeInteger(interval) && interval >= 1, 'an integer of at least 1')
-    demand('backoff', backoff > 0 && backoff <= 1, 'above 0 and at most 1')
+    demand('backoff', fits(backoff) && backoff <= 1, 'above 0 and at most 1')
     const rises = (step: number, i: number) => Number.isSafeInteger(step) && step > (minimum[i - 1]?.[0] ?? -1)
     demand(
       'minimum',
-      Array.isArray(minimum) && minimum.every((row, i) => rises(row[0], i) && row.length === 2 && fits(row[1])),
+      Array.isArray(minimum) && minimum.every((row, i) => row?.length === 2 && rises(row[0], i) && fits(row[1])),
       'a list of [steps, least], by ascending steps',
     )
     this.value = Math.max(initial, this.#least(0))
@@ -81,5 +81,6 @@ export class LossScale {
 }
 
 function refuse(name: string, value: unknown, rule: string): never {
-  throw new CoatError(`lossScale: ${name} is ${JSON.stringify(value)} and must be ${rule}`, 'value', 'lossScale', name)
+  const shown = typeof value === 'number' ? value : JSON.stringify(value)
+  throw new CoatError(`lossScale: ${name} is ${shown} and must be ${rule}`, 'value', 'lossScale', name)
 }

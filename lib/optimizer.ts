@@ -496,7 +496,12 @@ function piecesOf(
     }
   })
   if (partition !== 'whole' && partition !== 'flat')
-    throw new CoatError(`partition is '${partition}' and must be whole or flat`, 'value', 'partition', 'partition')
+    throw new CoatError(
+      `partition is ${JSON.stringify(partition)} and must be whole or flat`,
+      'value',
+      'partition',
+      'partition',
+    )
   const parts = partitionWhole(
     shapes.map(({ rows, columns }) => rows * columns),
     count,

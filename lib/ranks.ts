@@ -170,9 +170,21 @@ function converted(tensor: Tensor, format: 'f32', scale: Tensor | null = null): 
   return Tensor.own(native.convert(tensor.handle, scale?.handle ?? null, format))
 }
 
-/** Refuses what cannot be had of a trainer that trains together with others. */
+// Refuses what is no place among several.
+function expectPlace(ranks: Ranks): void {
+  const { rank = Number.NaN, count = Number.NaN }: Partial<Ranks> = ranks ?? {}
+  if (!(Number.isSafeInteger(count) && Number.isSafeInteger(rank) && rank >= 0 && rank < count))
+    throw new CoatError(
+      `Trainer: ranks has rank ${rank} and count ${count}, which must be integers, and rank from 0 to less than count`,
+      'value',
+      'Trainer',
+      'ranks',
+    )
+}
+
+/** Refuses what cannot be had of a trainer that trains together with others, where there are any. */
 export function expectTogether(
-  { rank, count }: Ranks,
+  ranks: Ranks,
   model: { delayedScales(): readonly unknown[] },
   {
     data,
@@ -186,6 +198,9 @@ export function expectTogether(
     graph: boolean
   },
 ): void {
+  expectPlace(ranks)
+  const { rank, count } = ranks
+  if (count === 1) return
   const refuse = (name: string, text: string): never => {
     throw new CoatError(`Trainer: ${name} ${text}`, 'value', 'Trainer', name)
   }

@@ -1,6 +1,6 @@
 // The loop: batch → forward → backward → step. Yields one metrics object a step and writes nothing.
 import { setImmediate } from 'node:timers/promises'
-import { quantizesGradients } from './axes.ts'
+import { emulationsOf, quantizesGradients } from './axes.ts'
 import { type CheckpointOptions, loadCheckpoint, type Resumed, saveCheckpoint } from './checkpoint.ts'
 import type { Batch, Dataset } from './data.ts'
 import { counted, evaluate, expectIds, type Inputs, inputsOf, lossOf, type Scorer } from './evaluate.ts'
@@ -25,6 +25,8 @@ export interface TrainableModel extends Module, Scorer {
   readonly recipe: Recipe
   /** Sizes, where it has them in one place: a checkpoint records and compares them. */
   readonly config?: object
+  /** What it was built with: it too, where products are rounded at random. */
+  readonly seed?: number
 }
 
 /** What is queued next: a micro-batch's forward, its backward, the update; `end`: nothing more in this step. */
@@ -196,16 +198,17 @@ export class Trainer implements Disposable {
 
   constructor(model: TrainableModel, options: TrainerOptions) {
     checkNames(options, known)
+    const { recipe } = model
     const {
       optimizer,
       checkpoint,
       spike,
       validate,
-      lossScale,
-      mu,
+      lossScale: scaling = recipe.lossScale ?? 'none',
+      mu = recipe.mu ?? 'none',
       ranks = alone,
-      communicate,
-      partition,
+      communicate = recipe.communicate ?? 'f32',
+      partition = recipe.partition ?? 'whole',
       ...rest
     } = options
     const full = {
@@ -251,20 +254,21 @@ export class Trainer implements Disposable {
         )
     }
     if (full.graph) expectGraphs(model)
-    if (ranks.count > 1) expectTogether(ranks, model, full)
+    expectTogether(ranks, model, full)
     this.ranks = ranks
     this.model = model
     this.options = full
     this.guard = spike === undefined ? null : new SpikeGuard(spike)
-    const scaling = lossScale ?? model.recipe.lossScale ?? 'none'
     this.lossScale = scaling === 'none' ? null : new LossScale(scaling)
     const trained = model.parameters().filter(({ frozen }) => !frozen)
-    const { recipe } = model
-    const sums = { mu: mu ?? recipe.mu ?? 'none', communicate: communicate ?? recipe.communicate ?? 'f32' } as const
-    this.exchange = exchangeOf(trained, sums, full, ranks)
+    if (communicate !== 'f32' && emulationsOf(recipe).length > 0)
+      refuse(
+        'communicate',
+        `is ${JSON.stringify(communicate)} and must be f32 with emulated arithmetic, whose gradients are f32`,
+      )
+    this.exchange = exchangeOf(trained, { mu, communicate }, full, ranks)
     const { rank, count } = ranks
-    const part = { rank, count, partition: partition ?? recipe.partition ?? 'whole' }
-    this.optimizer = optimizerOf(model, recipe, optimizer, part)
+    this.optimizer = optimizerOf(model, recipe, optimizer, { rank, count, partition })
   }
 
   /** Whether a step is running: another one, and checkpoints, are refused meanwhile. */

@@ -484,6 +484,21 @@ describe('C12: other settings are refused by name with both values', () => {
   it.each(cases)('%s', async (text, setup) => {
     expect(await refused(setup)).toContain(text)
   })
+  it.each([
+    ['gupta-fixed', true],
+    ['mellempudi-e5m2', true],
+    ['wang-152', false],
+    ['micikevicius-f16', false],
+  ] as const)('the seed of a model where products are rounded at random: %s', async (recipe, random) => {
+    const saved = trainerOf({ recipe })
+    await saveCheckpoint(saved, dir)
+    const other = trainerOf({ recipe }, 2)
+    const resumed = other.resume(dir)
+    if (random) await expect(resumed).rejects.toThrow('model.seed is 1 in the checkpoint and 2 here')
+    else expect((await resumed).warnings).toEqual([])
+    drop(saved)
+    drop(other)
+  })
   it('a text refuses the place of another order', () => {
     const text = (seed: number) => new TextDataset(sentence.repeat(40), { sequence: 16, seed })
     const state = text(7).state()

@@ -202,6 +202,19 @@ describe('updates', () => {
     }
   })
 
+  it('what is no loss scale, and chunks of sums in f32, are refused by name', () => {
+    using a = Tensor.from([1, 2], [1, 2])
+    for (const lossScale of [0, 3, 0.5, -2, 2 ** 65, Number.NaN, '2', null] as number[]) {
+      const rule = /: lossScale is .* and must be a power of two of at least 1, and at most 2\^64/
+      expect(() => ops.roundTo(a, 'e5m2', { lossScale })).toThrow(rule)
+      expect(() => ops.matmulEmulated(a, a, null, { sum: 'e5m2', chunk: 0 }, { lossScale })).toThrow(rule)
+    }
+    for (const chunk of [1, 64, -1, 0.5, '0'] as number[])
+      expect(() => ops.matmulEmulated(a, a, null, { sum: 'f32', chunk })).toThrow(
+        /matmul_emulated: chunk is .* and must be an integer of at least 0, and 0 with sum 'f32'/,
+      )
+  })
+
   it.each(['micikevicius-f16', 'mellempudi-e5m2'] as const)('%s learns what fp32 does', async (base) => {
     const [ours, plain] = [await losses({ base }, { steps: 40 }), await losses({ base: 'fp32' }, { steps: 40 })]
     expect(plain.at(-1)).toBeLessThan(3.5)

@@ -122,6 +122,10 @@ describe('the scale', () => {
       },
       /minimum is \[\[5,2\],\[5,4\]\] and must be a list of \[steps, least\]/,
     ],
+    [[], /lossScale is \[\] and must be 'none', 'dynamic', a number, or an object/],
+    [Number.NaN, /initial is NaN and must be from/],
+    [{ backoff: '0.5' }, /backoff is "0.5" and must be above 0 and at most 1/],
+    [{ minimum: [null] }, /minimum is \[null\] and must be a list of \[steps, least\]/],
     [{ least: 3 }, /least is "unknown" and must be one of initial, growth/],
   ])('refuses %j', (scaling, message) => {
     expect(() => new LossScale(scaling as DynamicLossScale)).toThrow(message)

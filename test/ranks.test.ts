@@ -594,7 +594,11 @@ describe('ranks', () => {
     await expect(make({ communicate: 'e5m2/t' })).rejects.toThrow(
       'communicate is "e5m2/t" and must be one of f32, bf16, e4m3/t',
     )
-    await expect(make({ partition: 'rows' })).rejects.toThrow("partition is 'rows' and must be whole or flat")
+    for (const communicate of ['bf16', 'e4m3/t'])
+      await expect(make({ communicate }, 'e8m3')).rejects.toThrow(
+        `communicate is "${communicate}" and must be f32 with emulated arithmetic`,
+      )
+    await expect(make({ partition: 'rows' })).rejects.toThrow('partition is "rows" and must be whole or flat')
     await expect(make({}, 'te-delayed')).rejects.toThrow('model has scales of steps before, which would differ')
   })
 

@@ -147,6 +147,47 @@ it.each<[unknown, RegExp]>([
   expect(attempt).toThrow(text)
 })
 
+describe('what is no value at all is refused by the name of its place', () => {
+  const odd = [null, 0, true, false, '', 'word', '2', ['f32'], ['e5m2'], [2], {}]
+  const told = (which: unknown, place: string) => {
+    try {
+      recipe(which as Recipe)
+    } catch (error) {
+      expect(error).toBeInstanceOf(CoatError)
+      const { argument, message } = error as CoatError
+      expect(argument).toContain(place)
+      expect(message).not.toContain('[object')
+      return
+    }
+    expect.fail(`${place}: ${JSON.stringify(which)} was taken`)
+  }
+
+  it('of a recipe', () => {
+    for (const value of [undefined, null, 0, true, '', ['coat']]) told(value, 'name')
+  })
+  it('of every axis', () => {
+    const axes = [...Object.keys(recipes.coat), 'mu', 'communicate', 'partition', 'qkvGrad', 'layers', 'emulated']
+    const legal: Record<string, unknown[]> = { master: [null], emulated: [null], layers: [{}] }
+    for (const axis of axes)
+      for (const value of odd)
+        if (!legal[axis]?.some((one) => JSON.stringify(one) === JSON.stringify(value)))
+          told({ ...recipes.coat, [axis]: value }, axis)
+  })
+  it('of the axes of a layer', () => {
+    for (const value of [null, 0, true, '', 'word', ['f32']])
+      told({ ...recipes.coat, layers: { '*': value } }, "layers['*']")
+  })
+  it('of every part of an emulation', () => {
+    const { emulated } = recipes.e8m5
+    for (const part of ['operand', 'sum', 'chunk', 'result', 'lossScale', 'update'])
+      for (const value of [undefined, ...odd]) {
+        const absent = part === 'result' && (value === undefined || JSON.stringify(value) === '{}')
+        const legal = absent || (part === 'update' && value === null) || (part === 'chunk' && value === 0)
+        if (!legal) told({ ...recipes.fp32, emulated: { ...emulated, [part]: value } }, `emulated.${part}`)
+      }
+  })
+})
+
 it('a recipe is a product of axes over a row, which stays as it is', () => {
   const made = recipe({ base: 'coat', v: 'e5m2/x128', dw: 'f32', accumulate: 'split' })
   expect(made).toEqual({ ...recipes.coat, v: 'e5m2/x128', dw: 'f32' })

@@ -194,7 +194,7 @@ describe('what is wrong is said in a line that names it, before there is anythin
     ],
     ['an unknown axis', { recipe: { base: 'coat', ww: 'bf16' } }, /: axis 'ww' is unknown; the axes are x, w/],
     ['an unknown base', { recipe: { base: 'cot' } }, /: 'cot' is unknown; the recipes are fp32/],
-    ['a recipe in part', { recipe: { x: 'bf16' } }, /, or all axes: w is 'undefined' and must be/],
+    ['a recipe in part', { recipe: { x: 'bf16' } }, /, or all axes: w is undefined and must be/],
     ['no text', { data: { ...text, text: 'nowhere.txt' } }, /^data.text: nowhere.txt cannot be read: ENOENT/],
     ['an empty text', { data: { ...text, text: 'empty.txt' } }, /^data.text: empty.txt: .* hold no text$/],
     [

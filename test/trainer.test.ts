@@ -1,6 +1,6 @@
 // The trainer: it learns, repeats itself bit for bit, skips what is not finite, and says what is wrong.
 import { createHash } from 'node:crypto'
-import { describe, expect, it } from 'vitest'
+import { afterAll, describe, expect, it } from 'vitest'
 import {
   type Batch,
   CoatError,
@@ -389,4 +389,21 @@ it.each([
   expect((await it.step()).step).toBe(4)
   it.dispose()
   model.dispose()
+})
+
+describe('what is no value of an option is refused by its name', () => {
+  const model = new LlamaForCausalLM(config, { recipe: 'fp32', seed: 1 })
+  afterAll(() => model.dispose())
+  const attempt = (options: object) => () => new Trainer(model, { data, batch: 1, steps: 1, ...options })
+
+  it.each(['communicate', 'partition', 'mu', 'lossScale'])('%s', (name) => {
+    for (const value of [null, 0, true, '', 'word', ['bf16'], []]) {
+      expect(attempt({ [name]: value }), JSON.stringify(value)).toThrow(CoatError)
+      expect(attempt({ [name]: value })).not.toThrow('[object')
+    }
+  })
+  it('ranks', () => {
+    for (const ranks of [null, {}, 0, [], { rank: 2, count: 2 }, { rank: 0.5, count: 2 }])
+      expect(attempt({ ranks })).toThrow(/Trainer: ranks has rank .* and count .*, which must be integers/)
+  })
 })

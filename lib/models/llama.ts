@@ -158,6 +158,7 @@ function windowOf(config: LlamaConfig, i: number): number {
 export class LlamaForCausalLM extends Module {
   readonly config: ReturnType<typeof checked>
   readonly recipe: Recipe
+  readonly seed: number
   readonly device: Device
   readonly embedding: Param
   readonly layers: Block[]
@@ -175,6 +176,7 @@ export class LlamaForCausalLM extends Module {
     this.config = full
     this.#given = structuredClone(config)
     this.recipe = built.recipe
+    this.seed = built.seed
     this.device = built.device
     const { hidden_size: hidden, initializer_range: std, rms_norm_eps: eps } = full
     const olmo = full.model_type === 'olmo'
