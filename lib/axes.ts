@@ -240,15 +240,9 @@ function checkEmulation(emulation: Emulation, where: string): void {
   for (const name of Object.keys(emulation))
     if (!names.includes(name))
       refuse(`axis '${where}${name}' is unknown; an emulation has ${names.join(', ')}`, `${where}${name}`)
-  const { sum, chunk, lossScale } = emulation
-  if (!Number.isSafeInteger(chunk) || chunk < 0 || (sum === 'f32' && chunk !== 0))
-    refuse(
-      `${where}chunk is ${shown(chunk)} and must be an integer of at least 0, and 0 with sum 'f32'`,
-      `${where}chunk`,
-    )
-  const shift = typeof lossScale === 'number' ? Math.log2(lossScale) : Number.NaN
-  if (!Number.isSafeInteger(shift) || shift < 0)
-    refuse(`${where}lossScale is ${shown(lossScale)} and must be a power of two of at least 1`, `${where}lossScale`)
+  const { lossScale } = emulation
+  for (const [name, rule, holds] of [chunkRule(emulation), lossScaleRule(lossScale)])
+    if (!holds) refuse(`${where}${name} is ${shown(emulation[name])} and must be ${rule}`, `${where}${name}`)
   const one = native.make('f32', [1], 'cpu', 'temp')
   try {
     for (const [name, word] of wordsOf(emulation, where))
