@@ -3,9 +3,11 @@ import { LossScale } from './lossscale.ts'
 import { CoatError, native } from './native.ts'
 import {
   type Arithmetic,
+  communications,
   type DelayedScaling,
   type Emulation,
   type LayerRecipe,
+  partitions,
   type Recipe,
   type RecipeName,
   recipes,
@@ -25,10 +27,12 @@ function momentFormats(moment: 'm' | 'v'): readonly Format[] {
 type Axis = Exclude<keyof Recipe, keyof typeof free>
 // Axes that may be left out, and by themselves have more rules than a list of words; `layers` is no axis.
 const free = {
-  ...{ layers: [], emulated: [], lossScale: [] },
+  layers: [],
+  emulated: [],
+  lossScale: [],
   mu: ['none', 'fixed', 'absolute', 'relative'],
-  communicate: ['f32', 'bf16', 'e4m3/t'],
-  partition: ['whole', 'flat'],
+  communicate: communications,
+  partition: partitions,
   qkvGrad: ['fused', 'split'],
 } as const
 const picks = ['max', 'most_recent']
@@ -64,6 +68,7 @@ const operands = [
 
 // Each of these may also be plain, as stream is: products of two kinds are references, which read both operands as f32.
 const mixable = ['e4m3/t', 'e4m3/t', 'e5m2/t']
+const allScaled = ({ x, w, dy }: Recipe) => [x, w, dy].join() === mixable.join()
 
 const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   {
@@ -82,12 +87,11 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   },
   {
     text: "accumulate other than 'split' needs x 'e4m3/t', w 'e4m3/t', dy 'e5m2/t' and qkvGrad 'fused', as only sums of operands with one scale stay in the tensor cores",
-    holds: ({ accumulate, x, w, dy, qkvGrad }) =>
-      accumulate === 'split' || ([x, w, dy].join() === mixable.join() && qkvGrad !== 'split'),
+    holds: (recipe) => recipe.accumulate === 'split' || (allScaled(recipe) && recipe.qkvGrad !== 'split'),
   },
   {
     text: "scale 'pow2' needs x 'e4m3/t', w 'e4m3/t' and dy 'e5m2/t'",
-    holds: ({ scale, x, w, dy }) => scale !== 'pow2' || [x, w, dy].join() === mixable.join(),
+    holds: (recipe) => recipe.scale !== 'pow2' || allScaled(recipe),
   },
   {
     text: "saved 'e4m3/g16' needs x 'e4m3/t' or plain",
@@ -95,8 +99,8 @@ const rules: readonly { text: string; holds: (recipe: Recipe) => boolean }[] = [
   },
   {
     text: "a delayed scale needs x 'e4m3/t', w 'e4m3/t', dy 'e5m2/t' and param 'f32' or 'bf16'",
-    holds: ({ scale, x, w, dy, param }) =>
-      typeof scale === 'string' || ([x, w, dy].join() === mixable.join() && (param === 'f32' || param === 'bf16')),
+    holds: (recipe) =>
+      typeof recipe.scale === 'string' || (allScaled(recipe) && (recipe.param === 'f32' || recipe.param === 'bf16')),
   },
   {
     text: "dwFrom 'stream' needs x 'e4m3/r' or plain x, w and dy, and param 'f32' or 'bf16'",

@@ -2,7 +2,7 @@
 // format, and micro-batches that stand for ranks.
 import { CoatError, native } from './native.ts'
 import type { Ranks } from './ranks.ts'
-import type { Communication } from './recipes.ts'
+import { type Communication, communications } from './recipes.ts'
 import { retained } from './tape.ts'
 import { isScaled, scope, Tensor } from './tensor.ts'
 
@@ -318,4 +318,3 @@ export function exchangeOf(
     ? new SentGradients(params, 'e4m3/t', { ...given, ranks: count })
     : new RankedGradients(params, { ...given, ranks: options.accumulate })
 }
-const communications: readonly Communication[] = ['f32', 'bf16', 'e4m3/t']

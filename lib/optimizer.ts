@@ -5,7 +5,7 @@ import type { Module, Param } from './modules.ts'
 import { CoatError, native } from './native.ts'
 import { type Piece, partitionFlat, partitionWhole, placeRows, type Rows, rowsOf } from './partition.ts'
 import type { Ranks } from './ranks.ts'
-import type { Partition, Recipe } from './recipes.ts'
+import { type Partition, partitions, type Recipe } from './recipes.ts'
 import {
   type AdamWOptions,
   type AdamWOverride,
@@ -495,21 +495,21 @@ function piecesOf(
       cuttable: columns.length === 1 && plain && !whole(m) && !whole(v),
     }
   })
-  if (partition !== 'whole' && partition !== 'flat')
+  if (!partitions.includes(partition))
     throw new CoatError(
       `partition is ${JSON.stringify(partition)} and must be whole or flat`,
       'value',
       'partition',
       'partition',
     )
-  const parts = partitionWhole(
-    shapes.map(({ rows, columns }) => rows * columns),
-    count,
-  )
-  const pieces =
-    partition === 'flat'
-      ? partitionFlat(shapes, count)
-      : plans.map((_, place) => ({ place, rank: parts.findIndex((places) => places.includes(place)), rows: null }))
+  const wholePieces = () => {
+    const parts = partitionWhole(
+      shapes.map(({ rows, columns }) => rows * columns),
+      count,
+    )
+    return plans.map((_, place) => ({ place, rank: parts.findIndex((places) => places.includes(place)), rows: null }))
+  }
+  const pieces = partition === 'flat' ? partitionFlat(shapes, count) : wholePieces()
   return pieces.map((piece) => {
     const { param } = plans[piece.place] as (typeof plans)[number]
     return { ...piece, param, name: piece.rows ? `${param.name}[${piece.rows.join(':')}]` : param.name }

@@ -56,9 +56,11 @@ export interface Emulation {
 }
 
 /** How gradients travel between ranks that train together. */
-export type Communication = 'f32' | 'bf16' | 'e4m3/t'
+export type Communication = (typeof communications)[number]
+export const communications = ['f32', 'bf16', 'e4m3/t'] as const
 /** How states are divided between them. */
-export type Partition = 'whole' | 'flat'
+export type Partition = (typeof partitions)[number]
+export const partitions = ['whole', 'flat'] as const
 
 /** How a model is trained, axis by axis. */
 export interface Recipe {

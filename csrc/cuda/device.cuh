@@ -63,19 +63,14 @@ void launch_clusters(const char* name, void (*kernel)(Parameters...), dim3 grid,
 }
 
 // A kernel that may begin while the one before it in the stream ends, which hides the time of a launch: it calls
-// after_previous() before it touches memory, and what it waits for may call let_next_begin() early. With `shared` bytes
-// of dynamic shared memory, or none.
+// after_previous() before it touches memory, and what it waits for may call let_next_begin() early.
 template <class... Parameters, class... Given>
-void launch_next_shared(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                        Given&&... given) {
+void launch_next(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                 Given&&... given) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   launch_as(overlap, name, kernel, grid, block, shared, given...);
-}
-template <class... Parameters, class... Given>
-void launch_next(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, Given&&... given) {
-  launch_next_shared(name, kernel, grid, block, 0, given...);
 }
 __device__ inline void after_previous() { cudaGridDependencySynchronize(); }
 __device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }

@@ -269,7 +269,7 @@ void norm_forward(const char* name, const Args& args, const Norm& norm) {
       if (N % kRun == 0 && N <= H::kMost * H::C * H::D) {
         const Sharing sharing((N / H::C + H::D - 1) / H::D);
         const auto start = [&](auto... all) {  // after the memset before a measurement there is no kernel to overlap
-          std::is_same_v<Y, Measured> ? launch(name, all...) : launch_next_shared(name, all...);
+          std::is_same_v<Y, Measured> ? launch(name, all...) : launch_next(name, all...);
         };
         start(norm_forward_kernel<Centred, X, Y>, sharing.grid(M, H::kResident), dim3(sharing.threads),
               Shelf<H::C>::bytes(sharing.threads) * H::D * (Centred ? 2 : 1), x, norm, y, M, N,

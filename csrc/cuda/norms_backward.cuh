@@ -268,9 +268,9 @@ void norm_backward(const char* name, const Args& args, const Norm& norm, const T
         float* partial = sums ? scratch.as<float>() : nullptr;
         const dim3 grid(static_cast<unsigned>(blocks));
         if (held) {
-          launch_next_shared(name, norm_backward_kernel<Centred, DY, X, DX, C, R>, grid, dim3(threads),
-                             Shelf<C>::bytes(threads) + (parts == 1 ? kSums * C * sizeof(float) * threads : 0), dy, x,
-                             norm, dx, beside, partial, M, N, strands);
+          launch_next(name, norm_backward_kernel<Centred, DY, X, DX, C, R>, grid, dim3(threads),
+                      Shelf<C>::bytes(threads) + (parts == 1 ? kSums * C * sizeof(float) * threads : 0), dy, x, norm,
+                      dx, beside, partial, M, N, strands);
         } else {
           launch(name, norm_backward_kernel_wide<Centred, DY, X, DX>, grid, dim3(threads), 0, dy, x, norm, dx, beside,
                  partial, M, N);

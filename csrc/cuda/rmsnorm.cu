@@ -198,10 +198,9 @@ void add_rmsnorm_forward(const add_rmsnorm_forward_args& args) {
         // without rows there is still a scale
         if (N % 32 == 0 && N <= kAddMost * kRun) {
           const Sharing sharing(N / kRun);
-          launch_next_shared(name, add_rmsnorm_forward_kernel<A, B, Y>,
-                             dim3(std::max(1u, sharing.grid(M, kAddResident<A, B>).x)), dim3(sharing.threads),
-                             Shelf<kRun>::bytes(sharing.threads), a, b, y, given, M, N,
-                             static_cast<int>(sharing.lanes));
+          launch_next(name, add_rmsnorm_forward_kernel<A, B, Y>,
+                      dim3(std::max(1u, sharing.grid(M, kAddResident<A, B>).x)), dim3(sharing.threads),
+                      Shelf<kRun>::bytes(sharing.threads), a, b, y, given, M, N, static_cast<int>(sharing.lanes));
         } else {
           launch(name, add_rmsnorm_forward_kernel_wide<A, B, Y>, dim3(std::max(1u, blocks_for(M, kWarps, 2))),
                  dim3(kWarps * 32), 0, a, b, y, given, M, N, 0);

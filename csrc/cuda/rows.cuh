@@ -280,7 +280,7 @@ __global__ __launch_bounds__(kWarps * 32) void sum_chunks_kernel(const float* pa
 inline void sum_chunks(const char* name, const float* partial, int64_t chunks, int parts, int64_t N, int kinds,
                        const Tensor& first, const Tensor& second, uint32_t* found, uint32_t* largest) {
   launch_next(name, parts == 1 ? sum_chunks_kernel<1> : sum_chunks_kernel<kStrands>,
-              dim3(static_cast<unsigned>((kinds * N + 31) / 32)), dim3(kWarps * 32), partial, chunks, N, kinds,
+              dim3(static_cast<unsigned>((kinds * N + 31) / 32)), dim3(kWarps * 32), 0, partial, chunks, N, kinds,
               Vector(first), Vector(second), found, largest);
 }
 

@@ -104,7 +104,11 @@ struct Folded {
 
 // Registers are what limits the warps of a multiprocessor; they stand in two blocks, since each has its own table.
 template <class Source>
-constexpr int kThreadsFor = sizeof(Source) == 2 ? 320 : 256;
+constexpr int kWarpsFor = sizeof(Source) == 2 ? 10 : 8;
+template <class Source>
+constexpr int64_t kStrideFor = kWarpsFor<Source> * kBatch;  // elements of a round of a block, and of all its rounds
+template <class Source>
+constexpr int64_t kElementsFor = kRounds * kStrideFor<Source>;
 constexpr int kTableBytes = kTable * 4;
 
 // A lane has 16 elements and 8 lanes a run. Lanes of even number care for m, the others for v, so that what is computed
@@ -113,15 +117,14 @@ constexpr int kTableBytes = kTable * 4;
 // reciprocal, 2 logarithms and 2 powers to encode. Bytes an element: p 8 or 4 (or master 8 and p 2), g 4 or 2, moments
 // 2 each and 24 / 128 for their scales.
 template <class Source, bool Copies, bool Stochastic, class Gradient>
-__global__ void __launch_bounds__(kThreadsFor<Source>, 2)
+__global__ void __launch_bounds__(kWarpsFor<Source> * 32, 2)
     adamw_kernel_expanded(const Entry<Source, Gradient>* list, int count, AdamW rule, const float* clip,
                           const __grid_constant__ RandomKeys keys, Status* status) {
   if (clip && clip[1] != 0.f) return;
   const float factor = clip ? clip[0] : 1.f;
   using Member = Entry<Source, Gradient>;
   constexpr int E = Batch<Source, Gradient>::E;
-  constexpr int kBlockWarps = kThreadsFor<Source> / 32;
-  constexpr int64_t kStride = kBlockWarps * kBatch, kElements = kRounds * kStride;
+  constexpr int64_t kStride = kStrideFor<Source>, kElements = kElementsFor<Source>;
   extern __shared__ __align__(128) uint8_t shared[];         // the table, a stage a warp
   __shared__ alignas(Member) uint8_t bytes[sizeof(Member)];  // its pointers would take too many registers
   float* logs = reinterpret_cast<float*>(shared);
@@ -291,7 +294,7 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
   i += batch.first();
   if (rounds > 0) {
     __syncwarp();
-    stage.load(kBlockWarps);
+    stage.load(kWarpsFor<Source>);
     next.fetch(mine, run_of(i));
   }
 #pragma unroll 1
@@ -301,7 +304,7 @@ __global__ void __launch_bounds__(kThreadsFor<Source>, 2)
     update(std::true_type{}, i, batch, own, [&] {
       if (round + 1 == rounds) return;
       __syncwarp();
-      stage.load(kBlockWarps);
+      stage.load(kWarpsFor<Source>);
       next.fetch(mine, run_of(i + kStride));
     });
   }
@@ -325,7 +328,7 @@ template <class Source, bool Copies, bool Stochastic, class Gradient>
 void run(const adamw_args& args) {
   if (args.master.empty() == Copies) return;
   using Member = Entry<Source, Gradient>;
-  constexpr int64_t kElements = kRounds * kBatch * kThreadsFor<Source> / 32;
+  constexpr int64_t kElements = kElementsFor<Source>;
   std::vector<Member> list;
   int64_t blocks = 0;
   for (size_t i = 0; i < args.p.size(); ++i) {
@@ -345,12 +348,12 @@ void run(const adamw_args& args) {
     blocks += (n + kElements - 1) / kElements;
   }
   if (list.empty()) return;
-  constexpr int kShared = kTableBytes + kThreadsFor<Source> / 32 * sizeof(Stage<Source, Gradient>);
+  constexpr int kShared = kTableBytes + kWarpsFor<Source> * sizeof(Stage<Source, Gradient>);
   const int64_t bytes = static_cast<int64_t>(list.size() * sizeof(Member));
   const Scratch table(bytes);
   copy_in(table.as<uint8_t>(), list.data(), bytes);
   launch("adamw", adamw_kernel_expanded<Source, Copies, Stochastic, Gradient>, static_cast<unsigned>(blocks),
-         kThreadsFor<Source>, kShared, table.as<Member>(), static_cast<int>(list.size()), AdamW(args),
+         kWarpsFor<Source> * 32, kShared, table.as<Member>(), static_cast<int>(list.size()), AdamW(args),
          args.clip ? args.clip.as<float>() : nullptr, RandomKeys(static_cast<uint64_t>(args.seed)), args.p[0].status);
 }
 

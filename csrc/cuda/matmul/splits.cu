@@ -39,7 +39,7 @@ void add_splits(const Call& call, const float* parts, int splits, int64_t apart)
   const unsigned blocks = blocks_for(call.M * ((call.N + 15) / 16 * 4), kThreads);
   with("y", call.y, Views<F32, BF16, E4M3G16>{}, [&](const auto view) {
     using V = std::remove_const_t<decltype(view)>;
-    launch_next(call.name, matmul_kernel_splits<V>, blocks, kThreads, call.result(), view, parts, splits, apart);
+    launch_next(call.name, matmul_kernel_splits<V>, blocks, kThreads, 0, call.result(), view, parts, splits, apart);
   });
 }
 

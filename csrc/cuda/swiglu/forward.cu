@@ -170,19 +170,17 @@ __global__ __launch_bounds__(kSearchThreads, 6) void swiglu_forward_kernel_searc
 // Chosen here, by type: g++ drops such a choice from a lambda inside the one that knows the type.
 template <class X>
 void search(const char* name, const Halves<X>& x, uint32_t* max, int64_t M) {
+  if constexpr (std::is_same_v<X, E4M3G16>) {
+    if (x.F % 128 == 0) {
+      const int64_t groups = M * (x.F / 128);
+      launch(name, swiglu_forward_kernel_search_coded<true>, dim3(blocks_for(groups, kSearchThreads * kSeedStep, 2)),
+             dim3(kSearchThreads), 0, x, max, M);
+      return launch_next(name, swiglu_forward_kernel_search_coded<false>, dim3(blocks_for(groups, kSearchThreads, 6)),
+                         dim3(kSearchThreads), 0, x, max, M);
+    }
+  }
   launch(name, swiglu_forward_kernel_search<X>, dim3(blocks_for(M * runs_of(x.F), kThreads)), dim3(kSearchThreads), 0,
          x, max, M);
-}
-template <>
-void search(const char* name, const Halves<E4M3G16>& x, uint32_t* max, int64_t M) {
-  const int64_t groups = M * (x.F / 128);
-  if (x.F % 128 != 0)
-    return launch(name, swiglu_forward_kernel_search<E4M3G16>, dim3(blocks_for(M * runs_of(x.F), kThreads)),
-                  dim3(kSearchThreads), 0, x, max, M);
-  launch(name, swiglu_forward_kernel_search_coded<true>, dim3(blocks_for(groups, kSearchThreads * kSeedStep, 2)),
-         dim3(kSearchThreads), 0, x, max, M);
-  launch_next(name, swiglu_forward_kernel_search_coded<false>, dim3(blocks_for(groups, kSearchThreads, 6)),
-              dim3(kSearchThreads), x, max, M);
 }
 
 }  // namespace
