@@ -226,6 +226,14 @@ __device__ inline void hold(float (&sums)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// Codes of pairs as the words they are: else the compiler takes words apart that are read in halves, too, and joins
+// them again for the products.
+template <int Count>
+__device__ inline void hold(uint32_t (&codes)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(codes[i]));
+}
+
 // The same number, of which the compiler does not know that: it computes again what follows from it.
 __device__ inline unsigned anew(unsigned x) {
   asm volatile("" : "+r"(x));
@@ -235,6 +243,9 @@ __device__ inline unsigned anew(unsigned x) {
 #define COAT_SUMS_8(s, i)                                                                                     \
   "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
       "+f"(s[i + 7])
+#define COAT_MADE_8(s, i)                                                                                     \
+  "=f"(s[i]), "=f"(s[i + 1]), "=f"(s[i + 2]), "=f"(s[i + 3]), "=f"(s[i + 4]), "=f"(s[i + 5]), "=f"(s[i + 6]), \
+      "=f"(s[i + 7])
 #define COAT_SUMS_32(s, i) COAT_SUMS_8(s, i), COAT_SUMS_8(s, i + 8), COAT_SUMS_8(s, i + 16), COAT_SUMS_8(s, i + 24)
 #define COAT_SUMS_64(s, i) COAT_SUMS_32(s, i), COAT_SUMS_32(s, i + 32)
 #define COAT_LIST_32                                                       \
@@ -275,6 +286,13 @@ __device__ inline void multiply(float (&s)[32], uint64_t a, uint64_t b, int adds
             : COAT_SUMS_32(s, 0)
             : "l"(a), "l"(b), "r"(adds), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
 }
+// The first of several products: what the sums were is lost, and their registers are free until here.
+template <bool AlongA, bool AlongB>
+__device__ inline void multiply_first(float (&s)[32], uint64_t a, uint64_t b) {
+  COAT_BF16("64", COAT_LIST_32, "%32", "%33", "%34", "%35, %36",
+            : COAT_MADE_8(s, 0), COAT_MADE_8(s, 8), COAT_MADE_8(s, 16), COAT_MADE_8(s, 24)
+            : "l"(a), "l"(b), "n"(0), "n"(AlongA ? 0 : 1), "n"(AlongB ? 0 : 1));
+}
 template <bool AlongA, bool AlongB>
 __device__ inline void multiply(float (&s)[64], uint64_t a, uint64_t b, int adds = 1) {
   COAT_BF16("128", COAT_LIST_64, "%64", "%65", "%66", "%67, %68",
@@ -313,6 +331,7 @@ __device__ inline void multiply_held(float (&s)[128], const uint32_t* a, uint64_
 #undef COAT_SUMS_64
 #undef COAT_SUMS_32
 #undef COAT_SUMS_8
+#undef COAT_MADE_8
 #undef COAT_LIST_32
 #undef COAT_LIST_64
 #undef COAT_LIST_128

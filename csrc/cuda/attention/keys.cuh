@@ -107,32 +107,36 @@ __global__ void __launch_bounds__(384, 1)
         const uint32_t number =
             numbers + ring.slot * Shape::kStatistics + thread_again() % 4 * 8;  // of this lane's columns
         barrier_wait(full + 8 * ring.slot, ring.phase);
+        // what shared memory holds is read before products are begun: behind them it would wait
+        float2 of[kQueries / 8];
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i) of[i] = get_shared(number + 32 * i);
+        const int q = *const_cast<volatile int*>(&places[ring.slot]);
+        const bool hides = q < task.plain[group].first || q + kQueries - 1 > task.plain[group].last;
         const uint64_t k_lines = Own::along(k_at), v_lines = Own::along(v_at);
         const uint64_t q_lines = Queries::along(q_at), dout_lines = Queries::along(dout_at);
-        hold(s);
         products_begin();
+        multiply_first<true, true>(s, k_lines, q_lines);
 #pragma unroll
-        for (int k = 0; k < Head / 16; ++k)
-          multiply<true, true>(s, Own::along(k_lines, k), Queries::along(q_lines, k), k > 0);
+        for (int k = 1; k < Head / 16; ++k) multiply<true, true>(s, Own::along(k_lines, k), Queries::along(q_lines, k));
         products_commit();
         if constexpr (kWantsK) {
-          hold(ds);
           products_begin();
+          multiply_first<true, true>(ds, v_lines, dout_lines);
 #pragma unroll
-          for (int k = 0; k < Head / 16; ++k)
-            multiply<true, true>(ds, Own::along(v_lines, k), Queries::along(dout_lines, k), k > 0);
+          for (int k = 1; k < Head / 16; ++k)
+            multiply<true, true>(ds, Own::along(v_lines, k), Queries::along(dout_lines, k));
         }
         products_commit();
         products_wait<1>();
         hold(s);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; i += 4) {
-          const float2 of = get_shared(number + 8 * i);
 #pragma unroll
-          for (int k = 0; k < 4; ++k) s[i + k] = exp2_near(fmaf(s[i + k], p.exponent, -(k % 2 ? of.y : of.x)));
+          for (int k = 0; k < 4; ++k)
+            s[i + k] = exp2_near(fmaf(s[i + k], p.exponent, -(k % 2 ? of[i / 4].y : of[i / 4].x)));
         }
-        const int q = *const_cast<volatile int*>(&places[ring.slot]);
-        if (q < task.plain[group].first || q + kQueries - 1 > task.plain[group].last) {
+        if (hides) {
 #pragma unroll
           for (int down = 0; down < 2; ++down) {
             const int thread = thread_again();
@@ -141,6 +145,9 @@ __global__ void __launch_bounds__(384, 1)
           }
         }
         round_sums(s, codes);  // also what their gradients read: registers hold no more
+        hold(codes);
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i) of[i] = get_shared(number + 4 * kQueries + 32 * i);
         if constexpr (kWantsV) {
           hold(dv);
           products_begin();
@@ -148,20 +155,17 @@ __global__ void __launch_bounds__(384, 1)
           for (int k = 0; k < kQueries / 16; ++k)
             multiply_held<false>(dv, &codes[4 * k], Queries::across(Queries::across(dout_at), k), k > 0 || adds);
           products_commit();
-          products_wait<1>();
-        } else {
-          products_wait<0>();
         }
+        products_wait<kWantsV ? 1 : 0>();
         if constexpr (kWantsK) {
           hold(ds);
 #pragma unroll
           for (int i = 0; i < kQueries / 2; i += 4) {
-            const float2 of = get_shared(number + 4 * kQueries + 8 * i);
 #pragma unroll
             for (int k = i; k < i + 4; k += 2) {
               const float2 p = decode_pair<BFloat16>(codes[k / 2]);
-              ds[k] = p.x * (ds[k] - of.x);
-              ds[k + 1] = p.y * (ds[k + 1] - of.y);
+              ds[k] = p.x * (ds[k] - of[i / 4].x);
+              ds[k + 1] = p.y * (ds[k + 1] - of[i / 4].y);
             }
           }
           round_sums(ds, dcodes);
