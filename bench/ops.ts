@@ -411,6 +411,10 @@ export const opCases: readonly OpCase[] = [
   matmul('matmul_nn', square, 'f32', 'f32', 'f32'),
   matmul('matmul_tn', { M: 384, N: 128, K: 2048 }, 'bf16', 'bf16', 'bf16', ofWeights),
   matmul('matmul_tn', square, 'f32', 'f32', 'f32'),
+  // operands of two kinds
+  matmul('matmul_nt', square, 'bf16', 'e4m3/t', 'bf16', forward.slice(0, 1)),
+  matmul('matmul_nn', square, 'e5m2/t', 'bf16', 'bf16', forward.slice(0, 1)),
+  matmul('matmul_tn', square, 'bf16', 'e4m3/t', 'bf16', ofWeights.slice(0, 1)),
   // a gradient that leaves one linear layer for the next, and gradients of weights after the first micro-batch
   matmul('matmul_nt', square, 'e5m2/t', 'e4m3/t', 'bf16', [...forward.slice(0, 1), down], { amax: 'f32' }),
   matmul('matmul_nn', square, 'bf16', 'bf16', 'bf16', [...forward.slice(0, 1), down], { amax: 'f32' }),

@@ -325,10 +325,11 @@ void check_flat(const char* argument, const std::vector<Tensor>& states) {
       fail("shape", argument, argument, " ", text_of(t), " must have the shape [1, ", t.shape.numel(), "]");
 }
 
-void check_accumulate(int32_t accumulate, const Tensor& a) {
-  if (accumulate == kFast && a.format.scaling != Scaling::tensor)
-    fail("value", "accumulate", "accumulate is fast and must be split where a is ", text_of(a),
-         ": only sums of operands with one scale stay in the tensor cores");
+void check_accumulate(int32_t accumulate, const Tensor& a, const Tensor& b) {
+  const bool first = a.format.scaling != Scaling::tensor;
+  if (accumulate == kFast && (first || b.format.scaling != Scaling::tensor))
+    fail("value", "accumulate", "accumulate is fast and must be split where ", first ? "a" : "b", " is ",
+         text_of(first ? a : b), ": only sums of operands with one scale stay in the tensor cores");
 }
 
 void check_rounding(int32_t rounding, const std::vector<Tensor>& p, const std::vector<Tensor>& master,

@@ -146,7 +146,7 @@ void check_slice(const char* argument, int64_t first, int64_t count, int64_t siz
 void check_flat(const char* argument, const std::vector<Tensor>& states);
 // Where FP8 products are summed: the positions of the words of `accumulate`; fast needs operands with a scale a tensor.
 enum Accumulate : int32_t { kSplit, kFast };
-void check_accumulate(int32_t accumulate, const Tensor& a);
+void check_accumulate(int32_t accumulate, const Tensor& a, const Tensor& b);
 // How an optimizer rounds its parameters: the positions of the words of `rounding`.
 enum Rounding : int32_t { kNearest, kStochastic, kKahan };
 void check_rounding(int32_t rounding, const std::vector<Tensor>& p, const std::vector<Tensor>& master,

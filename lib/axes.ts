@@ -66,7 +66,7 @@ const operands = [
   ['e4m3/g128p2', 'e4m3/b128p2', 'e4m3/g128p2'],
 ]
 
-// Each of these may also be plain, as stream is: products of two kinds are references, which read both operands as f32.
+// Each of these may also be plain, as stream is.
 const mixable = ['e4m3/t', 'e4m3/t', 'e5m2/t']
 const allScaled = ({ x, w, dy }: Recipe) => [x, w, dy].join() === mixable.join()
 

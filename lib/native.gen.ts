@@ -35,8 +35,8 @@ export interface NativeOps {
   column_sum(x: Handle, y: 'f32' | 'bf16'): Handle
   /** y = R elements of x, the first of them x[from]. x [N], y [R]. */
   slice(x: Handle, y: 'f32' | 'bf16' | 'i32', from: number, R: number): Handle
-  /** y = R rows of x, the first of them x[from]. x [M, N], y [R, N]. */
-  slice_rows(x: Handle, y: 'f32' | 'bf16', from: number, R: number): Handle
+  /** y = R rows of x, the first of them x[from], and its scale. x [M, N], y [R, N]. */
+  slice_rows(x: Handle, y: 'f32' | 'bf16' | 'e4m3/t', from: number, R: number): Handle
   /** Rows of y become those of x, the first of them y[to]. y [M, N], x [R, N]. */
   place_rows(y: Handle, x: Handle, to: number): void
   /** y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), row by row; scale, if given, is the per-tensor scale of y. x [M, N], w [N], scale [1], y [M, N], rstd [M]. */
@@ -75,13 +75,13 @@ export interface NativeOps {
   cross_entropy_forward(logits: Handle, targets: Handle, weight: Handle, ignore: number): [loss: Handle, lse: Handle]
   /** dx[m, v] = dloss * weight * (exp(logits[m, v] - lse[m]) - [v = targets[m]]); zero in ignored rows. dloss [1], logits [M, V], targets [M], lse [M], weight [1], dx [M, V]. */
   cross_entropy_backward(dloss: Handle, logits: Handle, targets: Handle, lse: Handle, weight: Handle, dx: 'f32' | 'bf16', ignore: number): Handle
-  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; those of tensors and rows multiply the sum; with accumulate fast, for operands with a scale a tensor, sums of all of K are made with 14 bits, on cuda of as many parts of K as share a tile of y, on the CPU in one as an imitation that is near; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
+  /** y = a b^T (+ bias in every row). FP8 products are exact, sums are FP32, on cuda of sums of 128 FP8 products that the tensor cores make with 14 bits, times the scales of runs and blocks; those of tensors and rows multiply the sum; beside a bf16 operand FP8 codes are bf16 ones, exactly, with sums as those of bf16; with accumulate fast, for operands with a scale a tensor, sums of all of K are made with 14 bits, on cuda of as many parts of K as share a tile of y, on the CPU in one as an imitation that is near; y is rounded once; amax = largest |y| as stored: NaN if any is NaN, else Inf if any is infinite. a [M, K], b [N, K], bias [N], y [M, N], amax [1]. */
   matmul_nt(a: Handle, b: Handle, bias: Handle | null, y: 'f32' | 'bf16' | 'e4m3/g16', amax: 'f32' | null, accumulate?: 'split' | 'fast'): [y: Handle, amax: Handle | null]
   /** y = a b^T (+ bias in every row) with q and k turned as rope turns them, all in FP32 as in matmul_nt; y is rounded once. table [T, D], a [B*T, K], b [(H+2*J)*D, K], bias [(H+2*J)*D], starts [B*T], y [B*T, (H+2*J)*D]. */
   matmul_nt_rope(table: Handle, a: Handle, b: Handle, bias: Handle | null, starts: Handle | null, H: number, J: number, D: number, accumulate?: 'split' | 'fast'): Handle
-  /** y = a b; amax as in matmul_nt. a [M, K], b [K, N], y [M, N], amax [1]. */
+  /** y = a b; amax, and FP8 beside bf16, as in matmul_nt. a [M, K], b [K, N], y [M, N], amax [1]. */
   matmul_nn(a: Handle, b: Handle, y: 'f32' | 'bf16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
-  /** y = a^T b; amax as in matmul_nt. a [K, M], b [K, N], y [M, N], amax [1]. */
+  /** y = a^T b; amax, and FP8 beside bf16, as in matmul_nt. a [K, M], b [K, N], y [M, N], amax [1]. */
   matmul_tn(a: Handle, b: Handle, y: 'f32' | 'bf16', amax: 'f32' | null): [y: Handle, amax: Handle | null]
   /** y = y + a b^T, summed in FP32 and rounded once; accumulate as in matmul_nt. y [M, N], a [M, K], b [N, K]. */
   matmul_nt_into(y: Handle, a: Handle, b: Handle, accumulate?: 'split' | 'fast'): void

@@ -5,7 +5,7 @@ import { native } from './native.ts'
 import { showOperands } from './operands.ts'
 import type { PlacedScale } from './scaler.ts'
 import { recordedBy, remakeOf, retained, Tape } from './tape.ts'
-import { type FloatFormat, isScaled, scope, Tensor } from './tensor.ts'
+import { type FloatFormat, type Format, isScaled, scope, Tensor } from './tensor.ts'
 
 export { matmulEmulated, roundTo } from './emulate.ts'
 export * from './losses.ts'
@@ -77,42 +77,67 @@ export function linear(
   tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
     if (!kept || !w) return []
     scales?.dy.give(dy, true)
-    const { dyParts: parts } = formats
-    const gradient = parts ? scope(() => roundedByParts(dy, w, formats.dy, parts)) : dy
-    const read: LinearFormats = parts ? { ...formats, dy: 'f32' } : formats
-    const dx = x.requiresGrad ? inputGradient(gradient, w, read, x.gradientFormat !== null) : null
-    const turned = isScaled(own) && isScaled(read.dy) && !across
-    const dw = w.requiresGrad
-      ? weightGradient(gradient, turned ? kept.as(formats.x, { transposed: true }) : kept, w, read)
-      : null
-    return [dx, dw, biasGradient(dy, b, formats)]
+    const turned = isScaled(own) && isScaled(formats.dy) && !across
+    const operand = () => (turned ? kept.as(formats.x, { transposed: true }) : kept)
+    const db = () => biasGradient(dy, b, formats)
+    if (formats.dyParts) return [...gradientsByParts(dy, x.requiresGrad, operand, w, formats, formats.dyParts), db()]
+    const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
+    const dw = w.requiresGrad ? weightGradient(dy, operand(), w, formats) : null
+    return [dx, dw, db()]
   })
   return y
 }
 
-/** The values of dy [M, N] after the columns of each part were rounded with a scale of their own, in f32. */
-function roundedByParts(
+/**
+ * dx [M, K] and dw [N, K], as far as they are needed, where the columns of dy [M, N] have a scale for each part: every part has
+ * products of its own in f32, of which dx is the sum and dw has the rows; each is rounded once.
+ */
+function gradientsByParts(
   dy: Tensor,
+  needsX: boolean,
+  x: () => Tensor,
   w: Tensor,
-  format: FloatFormat,
+  formats: LinearFormats,
   parts: readonly (readonly [from: number, to: number])[],
-): Tensor {
-  const turned = Tensor.own(native.convert_transposed(dy.handle, null, 'f32'))
-  for (const [from, to] of parts) {
-    const part = Tensor.own(native.slice_rows(turned.handle, 'f32', from, to - from))
-    const codes = part.as(format)
-    showOperands(w, { dy: codes })
-    native.place_rows(turned.handle, codes.as('f32').handle, from)
-  }
-  return Tensor.own(native.convert_transposed(turned.handle, null, 'f32'))
+): (Tensor | null)[] {
+  return scope(() => {
+    const zeros = (rows: Tensor) => Tensor.zeros([rows.shape[0] as number, w.shape[1] as number], { device: dy.device })
+    const [dx, dw] = [needsX ? zeros(dy) : null, w.requiresGrad ? zeros(w) : null]
+    const turned = transposed(dy)
+    for (const [from, to] of parts)
+      scope(() => {
+        const rowsOf = (x: Tensor) => Tensor.own(native.slice_rows(x.handle, x.format as Plain, from, to - from))
+        const part = transposed(rowsOf(turned))
+        const rows = rowsOf(w.as(formats.w))
+        if (dx) {
+          const product = inputGradient(part, rows, { ...formats, dx: 'f32' }, false, w)
+          native.add_into(dx.handle, product.handle)
+        }
+        const product = dw && weightGradient(part, x(), rows, { ...formats, dw: 'f32' })
+        if (dw && product) native.place_rows(dw.handle, product.handle, from)
+      })
+    w.dropTwins()
+    const held = w.sink?.held
+    if (dw && held) native.add_into(held.handle, dw.handle)
+    return [dx?.as(formats.dx) ?? null, held ? null : (dw?.as(formats.dw) ?? null)]
+  })
 }
 
+function transposed(x: Tensor): Tensor {
+  return Tensor.own(native.convert_transposed(x.handle, null, x.format as Plain))
+}
+
+// Ops multiply each by bf16: codes are exact in it, and one scale multiplies sums.
+const narrow: ReadonlySet<Format> = new Set(['bf16', 'e4m3/t', 'e5m2/t'])
+
 /**
- * f of two operands of a product: as they are where an op multiplies their formats, else both as f32, which has the values of
- * a plain one, and of a scaled one to within 2^-24 of each. The latter is a reference, as slow as products of f32 are.
+ * f of two operands of a product: as they are where ops multiply their formats, else, where one is f32 or scaled in finer parts
+ * beside a plain one, both as f32, which has the values of a plain one, and of a scaled one to within 2^-24 of each. The latter
+ * is a reference, as slow as products of f32 are.
  */
 function alike<Result>(a: Tensor, b: Tensor, f: (a: Tensor, b: Tensor) => Result): Result {
-  if (a.format === b.format || (isScaled(a.format) && isScaled(b.format))) return f(a, b)
+  const bothScaled = isScaled(a.format) && isScaled(b.format)
+  if (a.format === b.format || bothScaled || (narrow.has(a.format) && narrow.has(b.format))) return f(a, b)
   const exact = (x: Tensor) => (x.format === 'f32' ? x : Tensor.own(native.convert(x.handle, null, 'f32')))
   return scope(() => f(exact(a), exact(b)))
 }
@@ -167,10 +192,10 @@ function turnedProduct(
   return native.convert(y.handle, null, 'bf16')
 }
 
-/** dy w [M, K], with its largest magnitude where that is wanted. */
-function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean): Tensor {
+/** dy w [M, K], with its largest magnitude where that is wanted. `whole`: the weight of which w may be some rows. */
+function inputGradient(dy: Tensor, w: Tensor, formats: LinearFormats, withAmax: boolean, whole = w): Tensor {
   const dyq = dy.as(formats.dy)
-  showOperands(w, { dy: dyq })
+  showOperands(whole, { dy: dyq })
   const wanted = withAmax ? 'f32' : null
   if (formats.wAcross) w.adoptPowerOfTwo(formats.wAcross)
   const across = formats.wAcross ?? formats.w

@@ -74,8 +74,8 @@ export interface Recipe {
   /** GEMM operand: gradient of the output. */
   dy: Plain | 'e5m2/t' | 'e4m3/r' | 'e4m3/g128' | 'e4m3/g128p2'
   /**
-   * How the gradient of q, k and v is rounded for its products: as one tensor (`fused`, the default), or each with a scale of
-   * its own (`split`, a reference in f32).
+   * How the gradient of q, k and v is rounded for its products: as one tensor (`fused`, the default), or each with a scale, and
+   * products, of its own (`split`).
    */
   qkvGrad?: 'fused' | 'split'
   /**

@@ -205,10 +205,13 @@ describe.each(devices)('sums on %s', (device) => {
       ['bf16', 'bf16'],
       ['e4m3/r', 'e4m3/t'],
       ['e4m3/g128', 'e4m3/b128'],
+      ['bf16', 'e4m3/t'],
+      ['e4m3/t', 'bf16'],
     ] as const) {
+      const odd = left === 'e4m3/t' ? `b is ${right}` : `a is ${left}`
       const [a, b] = [await there(left, [2, 3], normal(6)), await there(right, [2, 3], normal(6))]
       expect(() => nt(a, b, 'fast')).toThrow(
-        `matmul_nt: accumulate is fast and must be split where a is ${left}[2, 3]: only sums of operands with one scale`,
+        `matmul_nt: accumulate is fast and must be split where ${odd}[2, 3]: only sums of operands with one scale`,
       )
       const into = await there('f32', [2, 2], normal(4))
       expect(() => native.matmul_nt_into(into, a, b, 'fast')).toThrow('matmul_nt_into: accumulate is fast and must be')

@@ -116,7 +116,7 @@ describe('refusals name op, argument, value and rule', () => {
       'formats that do not go together',
       'format',
       'a',
-      'matmul_nt: a f32, b bf16 is not a combination of this op, which has: f32, f32; bf16, bf16; e4m3/t, e4m3/t; e5m2/t, e4m3/t; e4m3/g128, e4m3/b128; e4m3/g128, e4m3/g128; e4m3/g128p2, e4m3/b128p2; e4m3/g128p2, e4m3/g128p2; e4m3/r, e4m3/r; e4m3/r, e4m3/t',
+      'matmul_nt: a f32, b bf16 is not a combination of this op, which has: f32, f32; bf16, bf16; bf16, e4m3/t; e4m3/t, bf16; e5m2/t, bf16; e4m3/t, e4m3/t; e5m2/t, e4m3/t; e4m3/g128, e4m3/b128; e4m3/g128, e4m3/g128; e4m3/g128p2, e4m3/b128p2; e4m3/g128p2, e4m3/g128p2; e4m3/r, e4m3/r; e4m3/r, e4m3/t',
       () => native.matmul_nt(f32(2, 2), bf16(2, 2), null, 'f32', null),
     ],
     [

@@ -256,6 +256,7 @@ describe.each(devices)('steps on %s', (device) => {
     ['random rounding', recipes['coat-bf16'], { accumulate: 2 }],
     ['lion', recipes.coat, { optimizer: lion({ lr: 0.001 }) }],
     ['measured updates', recipes['coat-bf16'], { measureUpdates: 2 }],
+    ['operands of two kinds', { base: 'coat', w: 'bf16', qkvGrad: 'split' }, { accumulate: 2 }],
     ['scales of steps before', recipeOf(delayed), { schedule, accumulate: 2 }],
     ['no clipping', recipes.bf16, { clip: 0 }],
   ])('%s', async (_, recipe, options) => {

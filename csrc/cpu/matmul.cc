@@ -180,7 +180,7 @@ void multiply(Form form, const Args& args) {
   Tensor bias;
   if constexpr (requires { args.bias; }) bias = args.bias;
   if constexpr (requires { args.accumulate; }) {
-    check_accumulate(args.accumulate, args.a);
+    check_accumulate(args.accumulate, args.a, args.b);
     p.short_sums = args.accumulate == kFast;
   }
   if constexpr (requires { args.amax; }) {
@@ -202,7 +202,7 @@ void matmul_nt(const matmul_nt_args& args) { multiply(Form::nt, args); }
 void matmul_nt_rope(const matmul_nt_rope_args& args) {
   constexpr int64_t kRows = 4 * kRowsOfTask;  // whose sums wait to be turned
   check_rotation(args.D, 1);
-  check_accumulate(args.accumulate, args.a);
+  check_accumulate(args.accumulate, args.a, args.b);
   const int64_t M = args.y.shape.rows(), N = args.y.shape.cols(), K = args.a.shape.cols();
   const HeadTurn turn(args);
   const Writer writer(args.y, {});

@@ -1,4 +1,4 @@
-// slice: rows copied out of a plain tensor, and into one.
+// slice: rows copied out of a tensor, and into a plain one.
 #include <cstring>
 
 #include "../contract.h"
@@ -24,6 +24,7 @@ void slice(const slice_args& args) {
 void slice_rows(const slice_rows_args& args) {
   check_slice("from", args.from, args.R, args.x.shape.rows());
   copy(args.y, 0, args.x, args.from, args.R);
+  if (args.x.format.scaling == Scaling::tensor) *args.y.scales<float>() = *args.x.scales<float>();
 }
 
 void place_rows(const place_rows_args& args) {

@@ -51,6 +51,13 @@ describe.each(devices)('on %s', (device) => {
     native.checkGuards()
   })
 
+  test('rows of codes have the scale of all', async () => {
+    const x = own(native.convert(await made('f32', [33, 5]), null, 'e4m3/t'))
+    const rows = own(native.slice_rows(x, 'e4m3/t', 7, 3))
+    expect(await read(rows)).toEqual((await read(x)).slice(7 * 5, 10 * 5))
+    expect(await read(own(native.scale_of(rows)))).toEqual(await read(own(native.scale_of(x))))
+  })
+
   test('refuses rows that are not there', async () => {
     const x = await made('f32', [4, 3])
     const ids = await made('i32', [4])

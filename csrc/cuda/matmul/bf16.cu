@@ -1,4 +1,4 @@
-// Products of bf16 operands.
+// Products of bf16 operands, and of one with FP8 codes.
 #include "start.cuh"
 
 namespace coat::cuda {

@@ -15,8 +15,8 @@ template <bool AlongA, bool AlongB, class... Y>
 void multiply(const Call& call, Views<Y...> list) {
   std::optional<Scratch> rooms[2];
   const int64_t steps = (call.K + kFmaDepth - 1) / kFmaDepth;
-  const FmaProduct p{operand<AlongA>(lines_of(call.name, call.a, rooms[0])),
-                     operand<AlongB>(lines_of(call.name, call.b, rooms[1])), call.result(), static_cast<int>(steps),
+  const FmaProduct p{operand<AlongA>(lines_of(call.name, call.a, 4, rooms[0])),
+                     operand<AlongB>(lines_of(call.name, call.b, 4, rooms[1])), call.result(), static_cast<int>(steps),
                      static_cast<int>(call.K == 0 ? 0 : call.K - (steps - 1) * kFmaDepth)};
   const auto tiles = static_cast<unsigned>(((call.M + kTile - 1) / kTile) * ((call.N + kTile - 1) / kTile));
   with("y", call.y, list, [&](const auto view) {

@@ -11,11 +11,10 @@ void multiply(const Call& call) {
   if (call.into && call.K == 0) return;
   if (call.M == 0 || call.N == 0 || (!call.turn.table && multiply_by_cublaslt(call))) return;
   if (!call.promotes) return multiply_unpromoted(call);
+  if (call.a.format.dtype == DType::bf16 || call.b.format.dtype == DType::bf16) return multiply_bf16(call);
   switch (call.a.format.dtype) {
     case DType::f32:
       return multiply_f32(call);
-    case DType::bf16:
-      return multiply_bf16(call);
     case DType::e4m3:
       if (call.b.format.scaling == Scaling::block) return multiply_runs_by_blocks(call);
       if (call.b.format.run == 128) return multiply_runs_by_runs(call);
@@ -31,7 +30,7 @@ Call call_of(const char* name, Form form, const Args& args) {
   Call call{name, form, args.a, args.b, {}, args.y, {}, into};
   if constexpr (requires { args.bias; }) call.bias = args.bias;
   if constexpr (requires { args.accumulate; }) {
-    check_accumulate(args.accumulate, args.a);
+    check_accumulate(args.accumulate, args.a, args.b);
     call.promotes = args.accumulate == kSplit;
   }
   if constexpr (!into) {
@@ -53,7 +52,7 @@ void matmul_nt(const matmul_nt_args& args) { multiply(call_of("matmul_nt", Form:
 // Where lanes do not hold the pairs, turned by the kernel of rope before y is rounded.
 void matmul_nt_rope(const matmul_nt_rope_args& args) {
   check_rotation(args.D, 1);
-  check_accumulate(args.accumulate, args.a);
+  check_accumulate(args.accumulate, args.a, args.b);
   const char* name = "matmul_nt_rope";
   Call call{name, Form::nt, args.a, args.b, args.bias, args.y, {}, false};
   call.M = args.y.shape.rows();

@@ -30,6 +30,7 @@ struct Call {
 };
 
 void multiply_f32(const Call& call);
+// bf16 by bf16, or by FP8 codes with a scale a tensor, which multiplies the sums.
 void multiply_bf16(const Call& call);
 // e4m3 and e5m2 with a scale a tensor, or a row, which multiplies the sums.
 void multiply_e4m3(const Call& call);
@@ -43,11 +44,12 @@ void multiply_runs_by_runs(const Call& call);
 bool multiply_by_cublaslt(const Call& call);
 
 // The stored lines of an operand, which begin on 16-byte boundaries: x itself, or a copy in `room` with zeros between.
+// Its codes have so many bytes: FP8 ones of two become those of bf16 with the same values.
 struct Lines {
   const uint8_t* codes;
   int64_t lines, width, stride;  // in codes
 };
-Lines lines_of(const char* name, const Tensor& x, std::optional<Scratch>& room);
+Lines lines_of(const char* name, const Tensor& x, int64_t bytes, std::optional<Scratch>& room);
 
 // y from the sums of `splits` parts of K, which lie side by side: row m of part s begins at (m splits + s) apart.
 void add_splits(const Call& call, const float* parts, int splits, int64_t apart);

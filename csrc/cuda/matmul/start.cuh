@@ -90,7 +90,8 @@ void multiply(const Call& call, Views<Y...> list, const Scales& scales = {}) {
   if (call.K == 0) return add_splits(call, nullptr, 0, 0);
   constexpr int kDepth = 128 / sizeof(A);
   std::optional<Scratch> rooms[3];
-  const Lines a = lines_of(call.name, call.a, rooms[0]), b = lines_of(call.name, call.b, rooms[1]);
+  const Lines a = lines_of(call.name, call.a, sizeof(A), rooms[0]);
+  const Lines b = lines_of(call.name, call.b, sizeof(B), rooms[1]);
   const Plan plan = plan_of(call.M, call.N, (call.K + kDepth - 1) / kDepth, operands_of<A, Scales>, kPartsMeet<Scales>,
                             call.turn.table != nullptr);
   if (plan.splits == 1 || plan.meet) {
