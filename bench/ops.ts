@@ -42,6 +42,13 @@ const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
   expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => at(values, 'x', (i % M) * N + Math.floor(i / M)) },
 })
 
+const convertBoth = (x: AnyFormat, y: AnyFormat): OpCase => ({
+  op: 'convert_both',
+  sizes: rows,
+  formats: { x, y, across: y },
+  expect: { result: 'y', value: (i, values) => at(values, 'x', i) },
+})
+
 // Products of a layer of Llama-2-7B with 16384 tokens: D 4096, F 11008; and of one of Llama-3.2-1B with few tokens: D 2048,
 // F 8192.
 const forward = [4096, 12288, 11008, 22016].map((N) => ({ M: 16384, N, K: 4096 }))
@@ -211,6 +218,7 @@ export const opCases: readonly OpCase[] = [
   convertFloored('f32', 'u8/g256'),
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
+  convertBoth('bf16', 'e5m2/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),
   convertTransposed('bf16', 'e4m3/g128'),
   convertTransposed('bf16', 'e4m3/r'),

@@ -13,6 +13,8 @@ export interface NativeOps {
   convert_floored(x: Handle, scale: Handle | null, y: 'f16/t' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g64' | 'e4m3/g128' | 'e4m3/g256' | 'e5m2/g128' | 'u8/g256'): Handle
   /** y = transpose of x in the format of y; scales as in convert, so codes equal those of convert, except in runs, which lie in the rows of y. x [M, N], scale [1], y [N, M]. */
   convert_transposed(x: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e5m2/t' | 'e4m3/g128' | 'e4m3/b128' | 'e4m3/r' | 'e4m3/g128p2' | 'e4m3/b128p2'): Handle
+  /** y = x in the format of y, and across = its transpose, in one pass: what convert and convert_transposed make. x [M, N], scale [1], y [M, N], across [N, M]. */
+  convert_both(x: Handle, scale: Handle | null, y: 'e4m3/t' | 'e5m2/t', across: 'e4m3/t' | 'e5m2/t'): [y: Handle, across: Handle]
   /** y becomes x, codes and scales: the way to change a tensor that is held in place. y […], x […]. */
   assign(y: Handle, x: Handle): void
   /** y = largest |x|; NaN if any x is NaN, else Inf if any is infinite. x […], y [1]. */

@@ -81,6 +81,7 @@ export function linear(
     const operand = () => (turned ? kept.as(formats.x, { transposed: true }) : kept)
     const db = () => biasGradient(dy, b, formats)
     if (formats.dyParts) return [...gradientsByParts(dy, x.requiresGrad, operand, w, formats, formats.dyParts), db()]
+    if (x.requiresGrad && w.requiresGrad && isScaled(kept.format) && !formats.dwFrom) dy.makeBoth(formats.dy)
     const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
     const dw = w.requiresGrad ? weightGradient(dy, operand(), w, formats) : null
     return [dx, dw, db()]
@@ -406,9 +407,9 @@ export function swigluLinear(
     gated.dispose()
     tape.push('swiglu', inputsOf(x, w, b), y, [kept, scale, w], (dy, [kept, scale, w]) => {
       if (!kept || !scale || !w) return []
-      dy.keepsScale = true
+      dy.makeBoth(formats.dy)
       const dgated = inputGradient(dy, w, formats, true)
-      dy.dropTwins() // the next pass needs the most memory, and the transpose can wait
+      dy.dropTwins(formats.dy) // the next pass needs the most memory
       const [dx, again] = swigluGradient(dgated, kept, activation, scale)
       dgated.dispose()
       const dw = weightGradient(dy, again as Tensor, w, formats)

@@ -299,6 +299,19 @@ export class Tensor implements Disposable {
     return twin
   }
 
+  /** Makes the twin in this format and its transpose at once, where one pass makes both: soon `as` is asked for each. */
+  makeBoth(format: FloatFormat): void {
+    const version = native.version(this.handle)
+    if ((this.format !== 'f32' && this.format !== 'bf16') || (format !== 'e4m3/t' && format !== 'e5m2/t')) return
+    const keys = [format, `${format} transposed`] as const
+    if (keys.some((key) => this.#twins.get(key)?.version === version)) return
+    for (const key of keys) if (this.#twins.has(key)) this.#dropTwin(key)
+    const made = native.convert_both(this.handle, this.#scaleOf(format, version), format, format)
+    keys.forEach((key, i) => {
+      this.adoptTwin(made[i] as Handle, format, key, version)
+    })
+  }
+
   // What a transposed twin is made of: a `/t` one of its straight twin where that is there, runs of exact values.
   #across(format: FloatFormat, version: number): Tensor {
     const straight = format.endsWith('/t') ? this.#twins.get(format) : undefined
@@ -367,10 +380,10 @@ export class Tensor implements Disposable {
     return [...this.#twins.values()].map(({ tensor }) => tensor)
   }
 
-  /** Frees the twins that nobody else holds, unless it keeps them; kept scales stay. */
-  dropTwins(): void {
+  /** Frees the twins that nobody else holds, or the straight one of a format, unless it keeps them; kept scales stay. */
+  dropTwins(only?: FloatFormat): void {
     if (this.keepsTwins) return
-    for (const key of [...this.#twins.keys()]) this.#dropTwin(key)
+    for (const key of [...this.#twins.keys()]) if (only === undefined || key === only) this.#dropTwin(key)
   }
 
   /** Frees all that was made of its values and nobody else holds: twins, scales, the largest magnitude. */

@@ -136,4 +136,9 @@ void convert_transposed(const convert_transposed_args& args) {
   });
 }
 
+void convert_both(const convert_both_args& args) {
+  convert({args.device, args.x, args.scale, args.y});
+  convert_transposed({args.device, args.y, {}, args.across});
+}
+
 }  // namespace coat::cpu

@@ -28,6 +28,12 @@ describe('convert', () => {
     reference: ({ x, M, N }) => ({ y: matrix(N, M, (n, m) => x(m, n)) }),
   })
 
+  checkOp('convert_both', {
+    sizes: [...sizes, { M: 256, N: 384 }],
+    slack,
+    reference: ({ x, M, N }) => ({ y: matrix(M, N, (m, n) => x(m, n)), across: matrix(N, M, (n, m) => x(m, n)) }),
+  })
+
   checkOp('assign', { sizes, slack, reference: ({ x, M, N }) => ({ y: matrix(M, N, (m, n) => x(m, n)) }) })
 
   const random = new Random(1)
@@ -51,6 +57,33 @@ describe('convert', () => {
       }
     },
   )
+
+  for (const device of devices)
+    it.skipIf(!present(device)).each([
+      [1, 1],
+      [127, 129],
+      [128, 128],
+      [131, 67],
+      [256, 200],
+      [1040, 48],
+      [0, 5],
+    ])(`convert_both of [%i, %i] makes what two passes make on ${device}`, async (M, N) => {
+      const values = Array.from({ length: M * N }, () => random.typical())
+      if (M * N > 100) values[77] = Number.NaN
+      const [f32, bf16, scale] = await Promise.all([
+        moved(tensor('f32', [M, N], values), device),
+        moved(tensor('bf16', [M, N], values), device),
+        moved(tensor('f32', [1], [0.375]), device),
+      ])
+      for (const x of [f32, bf16])
+        for (const given of [null, scale])
+          for (const format of ['e4m3/t', 'e5m2/t'] as const) {
+            const both = native.convert_both(x, given, format, format)
+            const apart = [native.convert(x, given, format), native.convert_transposed(x, given, format)]
+            for (const [i, handle] of both.entries())
+              expect(await bytesOf(own(handle))).toEqual(await bytesOf(own(apart[i] as number)))
+          }
+    })
 
   for (const device of devices)
     it.skipIf(!present(device)).each([

@@ -161,6 +161,10 @@ constexpr int kDown = 128, kAcross = 128, kTileThreads = kDown * kAcross / 128;
 // Blocks run over kStripe tiles along N, then down along M: what is under way then covers long stretches of x and of y.
 constexpr int kStripe = 32;
 
+// Whether x can become straight codes beside the turned ones.
+template <class X, class Y>
+constexpr bool kBoth = kScaling<X> == Scaling::none && kScaling<Y> == Scaling::tensor;
+
 template <class X, class Y>
 struct Tile {
   static constexpr int kFrom = sizeof(CodeOf<X>), kTo = sizeof(CodeOf<Y>);
@@ -225,11 +229,12 @@ __device__ inline void turn(const Y& y, typename X::Open open, typename Y::Seale
 
 // One tile a block, which lies in shared memory as it does in x, vectors shuffled by exclusive or so that neither side
 // meets a bank twice. A thread turns G rows of one word at a time; 8 threads next to each other store 128 bytes of a
-// row of y. Reads x once, writes y once, 16 bytes a lane on both sides.
+// row of y. Reads x once, writes y once, 16 bytes a lane on both sides; `straight`, unless without codes, becomes x in
+// the same format, as many elements a lane as are read.
 template <class X, class Y>
 __global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
-    convert_transposed_kernel(X x, Y y, int64_t M, int64_t N, unsigned across, unsigned of_stripe, const float* given,
-                              const uint32_t* measured) {
+    convert_transposed_kernel(X x, Y y, Y straight, int64_t M, int64_t N, unsigned across, unsigned of_stripe,
+                              const float* given, const uint32_t* measured) {
   using T = Tile<X, Y>;
   constexpr int V = T::V, W = T::W, G = T::G, R = T::kRowVectors;
   __shared__ int4 tile[kDown * R];
@@ -259,6 +264,22 @@ __global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
     if constexpr (kMoves<X, Y>)
       if (y.scale && blockIdx.x == 0 && threadIdx.x == 0) *y.scale = *x.scale;
     __pipeline_wait_prior(0);
+    if constexpr (kBoth<X, Y>) {
+      if (straight.codes) {
+        seal_tensor(straight, given, measured);
+#pragma unroll 4
+        for (int p = 0; p < kDown * R / kTileThreads; ++p) {  // of what this thread fetched
+          const int row = first + p * (kTileThreads / R);
+          Lane<CodeOf<X>, V> from;
+          from.vector[0] = tile[row * R + (place ^ (row / G % 8))];
+          float value[V];
+          from.decode(x, open, value);
+          Lane<CodeOf<Y>, V> to;
+          to.encode(straight, sealed, value);
+          to.template put<whole.value>(straight.codes, (m0 + row) * N + n, m0 + row < M ? N - n : 0);
+        }
+      }
+    }
     __syncthreads();
     uint32_t infs = 0;
 #pragma unroll 1
@@ -282,14 +303,15 @@ __global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
 }
 
 template <class X, class Y>
-void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given, const uint32_t* measured) {
+void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given, const uint32_t* measured,
+               const Tensor& straight = {}) {
   const int64_t across = std::max<int64_t>((N + Tile<X, Y>::kColumns - 1) / Tile<X, Y>::kColumns, 1);
   const int64_t down = (M + kDown - 1) / kDown,
                 of_stripe = std::max<int64_t>(down * std::min<int64_t>(across, kStripe), 1);
   // a tensor without elements still has a scale
   const bool scaled = kScaling<Y> == Scaling::tensor || kMoves<X, Y>;
   const auto grid = static_cast<unsigned>(std::max<int64_t>(N == 0 ? 0 : down * across, scaled));
-  launch("convert_transposed", convert_transposed_kernel<X, Y>, grid, kTileThreads, 0, x, y, M, N,
+  launch("convert_transposed", convert_transposed_kernel<X, Y>, grid, kTileThreads, 0, x, y, Y(straight), M, N,
          static_cast<unsigned>(across), static_cast<unsigned>(of_stripe), given, measured);
 }
 
@@ -342,6 +364,17 @@ void convert_transposed(const convert_transposed_args& args) {
         with_scale<Y>(x, x_view, args.scale, [&](const float* given, const uint32_t* measured) {
           transpose(x_view, y_view, M, N, given, measured);
         });
+    });
+  });
+}
+
+void convert_both(const convert_both_args& args) {
+  const int64_t M = args.x.shape.dims[0], N = args.x.shape.dims[1];
+  with("x", args.x, Views<F32, BF16>{}, [&](const auto x) {
+    with("y", args.across, Views<E4M3T, E5M2T>{}, [&](const auto y) {
+      with_scale<std::remove_const_t<decltype(y)>>(
+          args.x, x, args.scale,
+          [&](const float* given, const uint32_t* measured) { transpose(x, y, M, N, given, measured, args.y); });
     });
   });
 }
