@@ -290,6 +290,18 @@ export const opCases: readonly OpCase[] = [
   rmsnorm('e4m3/g16', 'e4m3/t'),
   rmsnorm('e4m3/g16', 'e4m3/t', { scale: 'f32' }),
   {
+    op: 'rmsnorm_transposed',
+    sizes: rows,
+    formats: { x: 'e4m3/g16', w: 'f32', rstd: 'f32', scale: 'f32', y: 'e4m3/t' },
+    expect: {
+      result: 'y',
+      value: (i, values, { M = 1, N = 1 }) => {
+        const [m, n] = [i % M, Math.floor(i / M)]
+        return at(values, 'x', m * N + n) * at(values, 'rstd', m) * at(values, 'w', n)
+      },
+    },
+  },
+  {
     op: 'add_rmsnorm_forward',
     sizes: rows,
     formats: { a: 'bf16', b: 'bf16', w: 'f32', y: 'bf16', twin: 'e4m3/g16', rstd: 'f32', scale: 'f32' },
