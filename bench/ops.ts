@@ -35,10 +35,10 @@ const convertFloored = (x: AnyFormat, y: AnyFormat): OpCase => ({
   formats: { x, y },
 })
 
-const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
+const convertTransposed = (x: AnyFormat, y: AnyFormat, given: OpCase['formats'] = {}): OpCase => ({
   op: 'convert_transposed',
   sizes: rows,
-  formats: { x, y },
+  formats: { x, ...given, y },
   expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => at(values, 'x', (i % M) * N + Math.floor(i / M)) },
 })
 
@@ -211,6 +211,7 @@ export const opCases: readonly OpCase[] = [
   convertFloored('f32', 'u8/g256'),
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
+  convertTransposed('bf16', 'e4m3/t', { scale: 'f32' }),
   convertTransposed('e5m2/t', 'e5m2/t'),
   convertTransposed('bf16', 'e4m3/g128'),
   convertTransposed('bf16', 'e4m3/r'),
