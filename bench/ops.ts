@@ -35,10 +35,10 @@ const convertFloored = (x: AnyFormat, y: AnyFormat): OpCase => ({
   formats: { x, y },
 })
 
-const convertTransposed = (x: AnyFormat, y: AnyFormat): OpCase => ({
+const convertTransposed = (x: AnyFormat, y: AnyFormat, given: OpCase['formats'] = {}): OpCase => ({
   op: 'convert_transposed',
   sizes: rows,
-  formats: { x, y },
+  formats: { x, ...given, y },
   expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => at(values, 'x', (i % M) * N + Math.floor(i / M)) },
 })
 
@@ -218,6 +218,7 @@ export const opCases: readonly OpCase[] = [
   convertFloored('f32', 'u8/g256'),
   convertTransposed('bf16', 'bf16'),
   convertTransposed('f32', 'e4m3/t'),
+  convertTransposed('bf16', 'e4m3/t', { scale: 'f32' }),
   convertBoth('bf16', 'e5m2/t'),
   convertTransposed('e5m2/t', 'e5m2/t'),
   convertTransposed('bf16', 'e4m3/g128'),
@@ -297,6 +298,18 @@ export const opCases: readonly OpCase[] = [
   rmsnorm('bf16', 'bf16'),
   rmsnorm('e4m3/g16', 'e4m3/t'),
   rmsnorm('e4m3/g16', 'e4m3/t', { scale: 'f32' }),
+  {
+    op: 'rmsnorm_transposed',
+    sizes: rows,
+    formats: { x: 'e4m3/g16', w: 'f32', rstd: 'f32', scale: 'f32', y: 'e4m3/t' },
+    expect: {
+      result: 'y',
+      value: (i, values, { M = 1, N = 1 }) => {
+        const [m, n] = [i % M, Math.floor(i / M)]
+        return at(values, 'x', m * N + n) * at(values, 'rstd', m) * at(values, 'w', n)
+      },
+    },
+  },
   {
     op: 'add_rmsnorm_forward',
     sizes: rows,

@@ -100,7 +100,7 @@ export function linearCrossEntropy(
       if (!tape.isSeed(dloss)) for (const gradient of made) native.multiply_into(gradient.handle, dloss.handle)
       return [dx, dw]
     },
-    false,
+    { counts: false },
   )
   if (tape && dw) native.retag(dw.handle, 'grad')
   for (const gradient of made) gradient.dispose() // the tape alone holds them

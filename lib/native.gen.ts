@@ -43,6 +43,8 @@ export interface NativeOps {
   place_rows(y: Handle, x: Handle, to: number): void
   /** y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), row by row; scale, if given, is the per-tensor scale of y. x [M, N], w [N], scale [1], y [M, N], rstd [M]. */
   rmsnorm_forward(x: Handle, w: Handle, scale: Handle | null, y: 'f32' | 'bf16' | 'e4m3/t' | 'e4m3/g16', eps: number): [y: Handle, rstd: Handle]
+  /** y = transpose of what rmsnorm_forward makes of x with this scale, given the rstd that it made: the same codes. x [M, N], w [N], rstd [M], scale [1], y [N, M]. */
+  rmsnorm_transposed(x: Handle, w: Handle, rstd: Handle, scale: Handle): Handle
   /** dx = rstd * (w * dy - xhat * mean(w * dy * xhat)) (+ residual), dw = sum over rows of dy * xhat, xhat = x * rstd; amax = largest |dx|. dy [M, N], x [M, N], w [N], rstd [M], residual [M, N], dx [M, N], dw [N], amax [1]. */
   rmsnorm_backward(dy: Handle, x: Handle, w: Handle, rstd: Handle, residual: Handle | null, dx: 'f32' | 'bf16', dw: 'f32' | 'bf16', amax: 'f32' | null): [dx: Handle, dw: Handle, amax: Handle | null]
   /** y = a + b, summed in FP32; twin = the same FP32 sum, quantized; rstd is that of rmsnorm_forward of the twin, and scale the one that it would measure for an e4m3/t output: give it that scale, and it needs one pass. a [M, N], b [M, N], w [N], y [M, N], twin [M, N], rstd [M], scale [1]. */

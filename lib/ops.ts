@@ -4,7 +4,7 @@ import type { Handle } from './native.gen.ts'
 import { native } from './native.ts'
 import { showOperands } from './operands.ts'
 import type { PlacedScale } from './scaler.ts'
-import { recordedBy, remakeOf, retained, Tape } from './tape.ts'
+import { type Backward, type Make, recordedBy, remakeOf, retained, Tape } from './tape.ts'
 import { type FloatFormat, type Format, isScaled, scope, Tensor } from './tensor.ts'
 
 export { matmulEmulated, roundTo } from './emulate.ts'
@@ -72,20 +72,22 @@ export function linear(
   const y = product(xq, w, b, formats, turn)
   if (!tape) return y
   const own = formats.dwFrom ?? formats.x
-  const across = hasRuns(own)
-  const kept = w.requiresGrad ? x.as(own, { transposed: across }) : xq
-  tape.push('linear', inputsOf(x, w, b), y, [kept, w], (dy, [kept, w]) => {
-    if (!kept || !w) return []
+  const runs = hasRuns(own)
+  const kept = w.requiresGrad ? x.as(own, { transposed: runs }) : xq
+  const turned = isScaled(own) && isScaled(formats.dy) && !runs
+  const backward: Backward = (dy, [w, kept], _, across) => {
+    if (!w) return []
     scales?.dy.give(dy, true)
-    const turned = isScaled(own) && isScaled(formats.dy) && !across
-    const operand = () => (turned ? kept.as(formats.x, { transposed: true }) : kept)
+    const operand = () => kept ?? across()
     const db = () => biasGradient(dy, b, formats)
     if (formats.dyParts) return [...gradientsByParts(dy, x.requiresGrad, operand, w, formats, formats.dyParts), db()]
-    if (x.requiresGrad && w.requiresGrad && isScaled(kept.format) && !formats.dwFrom) dy.makeBoth(formats.dy)
+    if (turned && x.requiresGrad && w.requiresGrad && !formats.dwFrom) dy.makeBoth(formats.dy)
     const dx = x.requiresGrad ? inputGradient(dy, w, formats, x.gradientFormat !== null) : null
     const dw = w.requiresGrad ? weightGradient(dy, operand(), w, formats) : null
     return [dx, dw, db()]
-  })
+  }
+  const saved = turned ? [w] : [w, kept]
+  tape.push('linear', inputsOf(x, w, b), y, saved, backward, { across: turned ? kept : null })
   return y
 }
 
@@ -253,15 +255,14 @@ interface NonlinearFormats {
   y: Plain | 'e4m3/t' | 'e4m3/g16'
 }
 
-// A recorded `/t` result is made again from the kept g16 tensor, in one pass with the scale that it had.
+// A recorded `/t` result is made again from the kept g16 tensor and what else is given, in one pass with the scale that it had.
 function remakeFrom(
-  kept: Tensor | null,
+  kept: readonly Tensor[] | null,
   y: Tensor,
-  make: (x: Handle, scale: Handle) => Handle,
-  known: Tensor | null = null,
-): void {
-  if (kept && isScaled(kept.format) && y.format === 'e4m3/t' && Tape.current?.recompute !== 'none')
-    y.remake = remakeOf(y, [kept], ([from], scale) => make((from as Tensor).handle, scale), known)
+  ...how: [Make, across?: Make | null, known?: Tensor | null]
+) {
+  if (kept?.[0] && isScaled(kept[0].format) && y.format === 'e4m3/t' && Tape.current?.recompute !== 'none')
+    y.remake = remakeOf(y, kept, ...how)
 }
 
 /** The first of the outputs of a call; the others are freed. */
@@ -299,8 +300,9 @@ export function rmsnorm(x: Tensor, w: Tensor, eps: number, formats: NormFormats)
       if (amax !== null) gradient.adoptAmax(amax)
       return [gradient, Tensor.own(dw, formats.dw)]
     })
-  const again = (x: Handle, scale: Handle) => only(native.rmsnorm_forward(x, w.handle, scale, 'e4m3/t', eps))
-  remakeFrom(kept, y, again, scale)
+  const again: Make = (scale, x) => only(native.rmsnorm_forward(x, w.handle, scale, 'e4m3/t', eps))
+  const across: Make = (scale, x, rstd) => native.rmsnorm_transposed(x, w.handle, rstd, scale)
+  remakeFrom(kept && [kept, rstd], y, again, kept === xs ? across : null, scale) // the rstd of a copy is another
   return y
 }
 
@@ -336,7 +338,7 @@ export function layernorm(x: Tensor, w: Tensor | null, b: Tensor | null, eps: nu
       )
       return [dx, dw, db].filter((handle) => handle !== null).map((handle) => Tensor.own(handle))
     })
-  remakeFrom(kept, y, (x, scale) => only(native.layernorm_forward(x, wh, bh, scale, 'e4m3/t', eps)))
+  remakeFrom(kept && [kept], y, (scale, x) => only(native.layernorm_forward(x, wh, bh, scale, 'e4m3/t', eps)))
   return y
 }
 
@@ -440,7 +442,7 @@ function activation(
   const tape = recordedBy(x)
   const kept = tape && x.as(formats.saved)
   if (kept) tape.push(name, [x], y, [kept], (dy, [kept]) => [backward(dy, kept as Tensor)])
-  remakeFrom(kept, y, (x, scale) => forward(x, scale, 'e4m3/t'))
+  remakeFrom(kept && [kept], y, (scale, x) => forward(x, scale, 'e4m3/t'))
   return y
 }
 

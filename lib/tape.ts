@@ -1,13 +1,27 @@
 // The tape: what forward recorded, what it keeps for backward (by op and format), and backward itself.
 import type { Handle } from './native.gen.ts'
 import { CoatError, native } from './native.ts'
-import { type FloatFormat, type Format, type GradientSink, type Remake, scope, Tensor } from './tensor.ts'
+import {
+  type FloatFormat,
+  type Format,
+  type GradientSink,
+  type Remake,
+  scope,
+  Tensor,
+  transposables,
+} from './tensor.ts'
 
 /**
  * Gradients of the inputs, in their order, from the gradient of the output and the saved tensors; null: none. `take(i, format)`
- * is what input i has of its gradient so far, if that has this format: what is returned for it then holds that too.
+ * is what input i has of its gradient so far, if that has this format: what is returned for it then holds that too. `across()`
+ * is the tensor that was saved to be read transposed, transposed.
  */
-export type Backward = (gradient: Tensor, saved: readonly Tensor[], take: Take) => (Tensor | null)[]
+export type Backward = (
+  gradient: Tensor,
+  saved: readonly Tensor[],
+  take: Take,
+  across: () => Tensor,
+) => (Tensor | null)[]
 type Take = (i: number, format: Format) => Tensor | null
 
 interface Input {
@@ -21,7 +35,16 @@ interface Node {
   inputs: Input[]
   output: number
   saved: readonly Tensor[]
+  across: Tensor | null
   backward: Backward
+}
+
+/** What `push` may be told. */
+export interface Pushed {
+  /** Whether what is saved counts as that (default true): not gradients that forward made in advance. */
+  counts?: boolean
+  /** A tensor that backward reads transposed, and not as it is. */
+  across?: Tensor | null
 }
 
 /** One tensor that backward will want: kept, or made again once from others. */
@@ -32,6 +55,8 @@ interface Save {
   count: number
   remake: Remake | null
   made: Tensor | null
+  /** Made at once, where `made` was not there to be transposed. */
+  turned: Tensor | null
 }
 
 export interface LedgerRow {
@@ -83,8 +108,8 @@ export class Tape implements Disposable {
   }
 
   /**
-   * Adds one operation, whose forward is done: `saved` are the tensors that its backward reads. They count as saved unless `counts`
-   * is false, for gradients made in advance. Twins among them that are to be made again are freed.
+   * Adds one operation, whose forward is done: `saved` are the tensors that its backward reads. Twins among them that are to be
+   * made again are freed.
    */
   push(
     op: string,
@@ -92,7 +117,7 @@ export class Tape implements Disposable {
     output: Tensor,
     saved: readonly Tensor[],
     backward: Backward,
-    counts = true,
+    { counts = true, across = null }: Pushed = {},
   ): void {
     output.requiresGrad = true
     if (this.#trial) {
@@ -102,12 +127,13 @@ export class Tape implements Disposable {
     if (this.#uses)
       for (const { sink, requiresGrad } of inputs)
         if (sink && requiresGrad) this.#uses.set(sink, (this.#uses.get(sink) ?? 0) + 1)
-    for (const tensor of saved) this.#hold(tensor, op, counts)
+    for (const tensor of heldBy({ saved, across })) this.#hold(tensor, op, counts)
     this.#nodes.push({
       op,
       inputs: inputs.map((input) => ({ id: input.id, sink: input.sink, wanted: input.requiresGrad })),
       output: output.id,
       saved,
+      across,
       backward,
     })
   }
@@ -181,7 +207,7 @@ export class Tape implements Disposable {
   // Gradients by the id of the tensor that they are of.
   #unwind(gradients: Map<number, Tensor>): void {
     for (let node = this.#nodes.pop(); node; node = this.#nodes.pop()) {
-      const { inputs, saved, backward } = node
+      const { inputs, saved, across, backward } = node
       const gradient = gradients.get(node.output)
       gradients.delete(node.output)
       const taken: Tensor[] = []
@@ -197,7 +223,7 @@ export class Tape implements Disposable {
         if (gradient)
           scope(() => {
             const kept = saved.map((tensor) => this.#get(tensor))
-            const results = backward(gradient, kept, take)
+            const results = backward(gradient, kept, take, () => this.#getAcross(across as Tensor))
             inputs.forEach((input, i) => {
               const result = results[i]
               if (result && input.wanted) accumulate(gradients, input, result)
@@ -206,7 +232,7 @@ export class Tape implements Disposable {
       } finally {
         gradient?.release()
         for (const tensor of taken) tensor.release()
-        for (const tensor of saved) this.#drop(tensor)
+        for (const tensor of heldBy(node)) this.#drop(tensor)
       }
       if (this.#uses) this.#completed(inputs, this.#uses)
     }
@@ -226,7 +252,7 @@ export class Tape implements Disposable {
 
   /** Frees everything the tape holds. */
   dispose(): void {
-    for (const node of this.#nodes) for (const tensor of node.saved) this.#drop(tensor)
+    for (const node of this.#nodes) for (const tensor of heldBy(node)) this.#drop(tensor)
     this.#nodes = []
     this.#uses?.clear()
   }
@@ -242,7 +268,7 @@ export class Tape implements Disposable {
     }
     const wanted = this.recompute !== 'none' && !tensor.persistent
     const remake = wanted ? (tensor.remake ?? this.#remakeOfTwin(tensor)) : null
-    this.#saves.set(tensor, { op, counts, count: 1, remake, made: null })
+    this.#saves.set(tensor, { op, counts, count: 1, remake, made: null, turned: null })
     if (remake) {
       for (const source of [...remake.sources, remake.scale]) this.#hold(source, op, counts)
       if (remake !== tensor.remake) {
@@ -261,17 +287,31 @@ export class Tape implements Disposable {
     const kept = source && this.#saves.get(source)
     if (!kept || kept.remake || !tensor.format.endsWith('/t')) return null
     const format = tensor.format as FloatFormat
-    return remakeOf(tensor, [source], ([from], scale) => native.convert((from as Tensor).handle, scale, format))
+    return remakeOf(
+      tensor,
+      [source],
+      (scale, x) => native.convert(x, scale, format),
+      transposables.has(source.format) ? (scale, x) => native.convert_transposed(x, scale, format as 'e4m3/t') : null,
+    )
   }
 
   #get(tensor: Tensor): Tensor {
     const save = this.#saves.get(tensor) as Save
-    if (!save.remake) return tensor
-    save.made ??= Tensor.own(
-      save.remake.make(save.remake.sources.map((source) => this.#get(source))),
-      tensor.format,
-    ).keep()
-    return save.made
+    if (save.remake) save.made ??= this.#make(tensor, save.remake, save.remake.make)
+    return save.made ?? tensor
+  }
+
+  // Nobody else may read it as it is, and then a pass that makes it so is saved; if somebody does, none is lost.
+  #getAcross(tensor: Tensor): Tensor {
+    const save = this.#saves.get(tensor) as Save
+    const { remake } = save
+    if (!remake?.across || save.made) return this.#get(tensor).as(tensor.format as FloatFormat, { transposed: true })
+    save.turned ??= this.#make(tensor, remake, remake.across)
+    return save.turned
+  }
+
+  #make({ format }: Tensor, { sources }: Remake, make: Remake['make']): Tensor {
+    return Tensor.own(make(sources.map((source) => this.#get(source))), format).keep()
   }
 
   #drop(tensor: Tensor): void {
@@ -280,12 +320,17 @@ export class Tape implements Disposable {
     this.#saves.delete(tensor)
     if (save.remake) {
       save.made?.dispose()
+      save.turned?.dispose()
       for (const source of [...save.remake.sources, save.remake.scale]) this.#drop(source)
     } else if (!tensor.persistent) {
       tensor.release()
       if (save.counts && !tensor.disposed) native.retag(tensor.handle, 'temp')
     }
   }
+}
+
+function heldBy({ saved, across }: Pick<Node, 'saved' | 'across'>): readonly Tensor[] {
+  return across ? [across, ...saved] : saved
 }
 
 /** The tape that records an operation with these inputs: the one that records now, if one of them wants a gradient. */
@@ -316,18 +361,23 @@ export function retained(tensor: Tensor): Tensor {
   return tensor
 }
 
+/** What makes a `/t` tensor, given the handle of its scale. */
+export type Make = (scale: Handle, ...sources: Handle[]) => Handle
+
 /**
- * How `tensor`, a `/t` output, is made again: `make` gets the sources and the handle of its scale, which the result holds;
- * `known` is that scale, where it is at hand.
+ * How `tensor`, a `/t` output whose scale the result holds, is made again, and by `across` transposed; `known` is that scale,
+ * where it is at hand.
  */
 export function remakeOf(
   tensor: Tensor,
   sources: readonly Tensor[],
-  make: (sources: readonly Tensor[], scale: Handle) => Handle,
+  make: Make,
+  across: Make | null = null,
   known: Tensor | null = null,
 ): Remake {
   const scale = known?.retain() ?? retained(Tensor.own(native.scale_of(tensor.handle), 'f32'))
-  return { sources, scale, make: (held) => make(held, scale.handle) }
+  const by = (make: Make) => (held: readonly Tensor[]) => make(scale.handle, ...held.map(({ handle }) => handle))
+  return { sources, scale, make: by(make), across: across && by(across) }
 }
 
 /** Runs f without recording. */

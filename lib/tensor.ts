@@ -109,6 +109,8 @@ export interface Remake {
   /** f32 [1] */
   readonly scale: Tensor
   make(sources: readonly Tensor[]): Handle
+  /** Its transpose, in one pass as well, in the codes of what `make` gives; null: it is transposed after it is made. */
+  across: ((sources: readonly Tensor[]) => Handle) | null
 }
 
 /** The scale of the `/t` tensor that an RMSNorm with this weight and eps will make of a tensor: its producer measured it. */
@@ -528,7 +530,8 @@ export const scope = Tensor.scope
 /** Formats whose scale follows from the largest |x|. */
 const measurable: ReadonlySet<Format> = new Set(['e4m3/t', 'e5m2/t'])
 
-const transposables: ReadonlySet<Format> = new Set(
+/** Formats that have a transpose. */
+export const transposables: ReadonlySet<Format> = new Set(
   native.table().find(({ name }) => name === 'convert_transposed')?.arguments[0]?.formats,
 )
 type Transposable = Parameters<typeof native.convert_transposed>[2]

@@ -23,6 +23,7 @@ import {
   Tensor,
 } from '../lib/index.ts'
 import type { BlockSizes } from '../lib/modules.ts'
+import type { Handle } from '../lib/native.gen.ts'
 import { native } from '../lib/native.ts'
 import type { Stored } from './decode.ts'
 import { devices, present, stored } from './harness.ts'
@@ -219,6 +220,103 @@ describe.each(devices)('on %s', (device) => {
     expect(bytes(layer)).toBe(2 * M * D * (2 + twin))
   })
 
+  // What f makes in e4m3/t of tensors with M rows, straight and across: by norms, else from what format.
+  const madeIn = (f: () => void) => {
+    const made = { straight: [] as string[], across: [] as string[] }
+    const watch = (op: 'convert' | 'rmsnorm_forward' | 'rmsnorm_transposed' | 'convert_transposed') => {
+      const real = native[op] as (x: Handle, ...given: unknown[]) => unknown
+      const calls = made[op.endsWith('transposed') ? 'across' : 'straight']
+      vi.spyOn(native, op).mockImplementation(((x: Handle, ...given: unknown[]) => {
+        const { shape, format } = native.info(x)
+        if (op.startsWith('rmsnorm')) calls.push('norm')
+        else if (given[1] === 'e4m3/t' && shape[0] === M) calls.push(format)
+        return real(x, ...given)
+      }) as never)
+    }
+    for (const op of ['convert', 'rmsnorm_forward', 'rmsnorm_transposed', 'convert_transposed'] as const) watch(op)
+    f()
+    vi.restoreAllMocks()
+    return { straight: made.straight.sort(), across: made.across.sort() }
+  }
+
+  const once = { straight: [], across: ['bf16', 'norm', 'norm'] } // the operands of qkv, of the output, of the MLP
+  test.each([
+    ['coat', recipes.coat, 'flow', sizes, '', once],
+    ['coat, gradients of q, k and v apart', { ...recipes.coat, qkvGrad: 'split' }, 'flow', sizes, '', once],
+    ['coat, layers', recipes.coat, 'layer', sizes, '', { straight: once.across, across: once.across }],
+    ['coat, all kept', recipes.coat, 'none', sizes, '', { straight: [], across: Array(4).fill('e4m3/t') }],
+    ['coat, qkv frozen', recipes.coat, 'flow', sizes, '*qkv*', { straight: [], across: ['bf16', 'norm'] }],
+    ['coat, all frozen but norms', recipes.coat, 'flow', sizes, '*proj*', { straight: [], across: [] }],
+    [
+      'coat with LayerNorm',
+      recipes.coat,
+      'flow',
+      layernorm,
+      '',
+      { straight: [], across: ['bf16', ...Array(3).fill('e4m3/t')] },
+    ],
+    ["flow 'save'", saving, 'flow', sizes, '', { straight: ['norm', 'norm'], across: ['bf16', 'e4m3/t', 'e4m3/t'] }],
+    ['coat, dy plain', { ...recipes.coat, dy: 'bf16' }, 'flow', sizes, '', { straight: once.across, across: [] }],
+    ['coat, x plain', { ...recipes.coat, x: 'bf16' }, 'flow', sizes, '', { straight: [], across: [] }],
+  ] as const)(
+    '%s: backward makes the operands that it reads transposed at once',
+    (_, recipe, recompute, of, frozen, expected) => {
+      using block = new Block(build({ recipe, device, seed: 3 }), 'b', of)
+      if (frozen) for (const param of block.parameters(frozen)) param.frozen = true
+      using x = normal(M, D, 2, device)
+      x.requiresGrad = true
+      using targets = Tensor.from(new Int32Array(M), [M], { device })
+      using tape = new Tape({ recompute })
+      using loss = tape.record(() => scope(() => ops.crossEntropy(block.forward(x, T), targets, 1 / M)))
+      expect(madeIn(() => tape.backward(loss))).toEqual(expected)
+    },
+  )
+
+  test.each([
+    ['alike', ['e5m2/t', 'e5m2/t', 'e5m2/t'], { straight: [], across: ['norm'] }],
+    ['plain, then alike', ['e5m2/t', 'e5m2/t', 'bf16'], { straight: ['norm'], across: ['e4m3/t'] }],
+    ['alike, then plain', ['bf16', 'e5m2/t', 'e5m2/t'], { straight: ['norm'], across: ['norm'] }],
+    ['plain', ['bf16', 'bf16', 'bf16'], { straight: ['norm'], across: [] }],
+  ] as const)('what several weights read is made once: gradients %s', async (_, dys, expected) => {
+    const run = async (recompute: Recompute) => {
+      const before = memory().tensors
+      const digests: Promise<string>[] = []
+      const keep = (tensor: Tensor) => {
+        tensor.requiresGrad = tensor.persistent = true
+        tensor.sink = { accumulate: (gradient) => digests.push(digest(gradient)) }
+        return tensor
+      }
+      using x = normal(M, D, 2, device)
+      using norm = keep(Tensor.from(new Float32Array(D).fill(0.5), [D], { device }).keep())
+      const weights = dys.map((_, i) => keep(normal(D, D, 10 + i, device)))
+      using targets = Tensor.from(new Int32Array(M), [M], { device })
+      {
+        using tape = new Tape({ recompute })
+        using loss = tape.record(() =>
+          scope(() => {
+            const normed = { x: 'e4m3/g16', saved: 'e4m3/g16', y: 'e4m3/t', dx: 'bf16', dw: 'f32' } as const
+            const h = ops.rmsnorm(x, norm, 1e-5, normed)
+            const formats = { x: 'e4m3/t', w: 'e4m3/t', y: 'bf16', dx: 'bf16', dw: 'f32' } as const
+            const [a, b, c] = dys.map((dy, i) => ops.linear(h, weights[i] as Tensor, null, { ...formats, dy }))
+            const sum = ops.add(ops.add(a as Tensor, b as Tensor, 'bf16'), c as Tensor, 'bf16')
+            return ops.crossEntropy(sum, targets, 1 / M)
+          }),
+        )
+        const made = madeIn(() => tape.backward(loss))
+        if (recompute === 'flow') expect(made).toEqual(expected)
+      }
+      const bits = await Promise.all(digests)
+      expect(bits).toHaveLength(4)
+      for (const weight of weights) weight.dispose()
+      targets.dispose()
+      norm.dispose()
+      x.dispose()
+      expect(memory().tensors).toBe(before)
+      return bits
+    }
+    expect(await run('flow')).toEqual(await run('none'))
+  })
+
   test.each([
     ['coat', recipes.coat, false],
     ["flow 'save'", saving, false],
@@ -400,7 +498,8 @@ describe.each(devices)('on %s', (device) => {
     expect(await y.readBytes()).toEqual(await expected.readBytes())
     native.free(rstd)
     const { sources, make, scale } = y.remake ?? expect.fail('not to be made again')
-    expect(sources.map(({ format }) => format)).toEqual(['e4m3/g16'])
+    expect(sources.map(({ format }) => format)).toEqual(['e4m3/g16', 'f32'])
+    expect(y.remake?.across).toBe(null) // its rstd would be that of what forward read
     using again = Tensor.own(make(sources))
     const [first, second, step] = [await y.read(), await again.read(), await scale.item()]
     let differ = 0

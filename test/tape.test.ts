@@ -332,6 +332,10 @@ describe('what is kept for backward', () => {
       }),
     )
     for (const [again, first] of made) expect(await again.readBytes()).toEqual(await first.readBytes())
+    const [h] = made.map(([, first]) => first) as [Tensor, Tensor]
+    const { sources, across } = h.remake ?? expect.fail('not to be made again')
+    using turned = Tensor.own(across?.(sources) ?? expect.fail('not to be made transposed'))
+    expect(await turned.readBytes()).toEqual(await h.as('e4m3/t', { transposed: true }).readBytes())
     for (const tensor of made.flat()) tensor.dispose()
     expect(y.disposed).toBe(false)
   })

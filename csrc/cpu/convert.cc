@@ -1,6 +1,5 @@
 // convert: from any format to any other, and transposed for the formats that matmul reads.
 #include <cstring>
-#include <memory>
 
 #include "../ops.h"
 #include "rows.h"
@@ -64,20 +63,6 @@ void convert_floored(const convert_floored_args& args) { requantize(args.x, args
 
 namespace {
 
-constexpr int64_t kTile = 128;  // whole runs
-
-// f(m0, m1, n0, n1) for the tiles of [M, N], which have this many rows.
-template <class F>
-void each_tile(int64_t M, int64_t N, int64_t height, F&& f) {
-  const int64_t across = (N + kTile - 1) / kTile, down = (M + height - 1) / height;
-  parallel(across * down, 4, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t n = i / down * kTile, m = i % down * height;
-      f(m, std::min(M, m + height), n, std::min(N, n + kTile));
-    }
-  });
-}
-
 // Codes of the width of Code move as they are.
 template <class Code>
 void move_transposed(const Code* x, Code* y, int64_t M, int64_t N) {
@@ -124,16 +109,8 @@ void convert_transposed(const convert_transposed_args& args) {
     writer.seal();
   }
   if (x.shape.numel() == 0) return;
-  const int64_t height = y.format.run == kWholeRow ? M : kTile;
-  each_tile(M, N, height, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-    const auto tile = std::make_unique_for_overwrite<float[]>(height * kTile);
-    std::vector<float> row(height);
-    for (int64_t m = m0; m < m1; ++m) read(x, m * N + n0, m * N + n1, &tile[(m - m0) * kTile]);
-    for (int64_t n = n0; n < n1; ++n) {
-      for (int64_t m = m0; m < m1; ++m) row[m - m0] = tile[(m - m0) * kTile + n - n0];
-      writer.write(n * M + m0, n * M + m1, row.data());
-    }
-  });
+  write_transposed(writer, M, N, y.format.run == kWholeRow ? M : kTile,
+                   [&](int64_t m, int64_t n0, int64_t n1, float* out) { read(x, m * N + n0, m * N + n1, out); });
 }
 
 void convert_both(const convert_both_args& args) {

@@ -18,6 +18,17 @@ void rmsnorm_forward(const rmsnorm_forward_args& args) {
   });
 }
 
+void rmsnorm_transposed(const rmsnorm_transposed_args& args) {
+  const int64_t M = args.x.shape.rows(), N = args.x.shape.cols();
+  check_row_not_empty(args.x);
+  const std::vector<float> w = read_all(args.w);
+  const float* rstd = args.rstd.as<float>();
+  write_transposed(Writer(args.y, args.scale), M, N, kTile, [&](int64_t m, int64_t n0, int64_t n1, float* out) {
+    read(args.x, m * N + n0, m * N + n1, out);
+    for (int64_t n = n0; n < n1; ++n) out[n - n0] = out[n - n0] * rstd[m] * w[n];
+  });
+}
+
 void rmsnorm_backward(const rmsnorm_backward_args& args) {
   const int64_t M = args.x.shape.rows(), N = args.x.shape.cols();
   const std::vector<float> w = read_all(args.w);

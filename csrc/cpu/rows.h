@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "../formula.h"
@@ -104,6 +105,35 @@ void write_rows(const Tensor& y, const Tensor& scale, Body&& body) {
   const int64_t cols = y.shape.cols();
   write_pieces(y, scale, y.shape.rows(), cols, cols,
                [&](int64_t begin, int64_t, float* out) { body(begin / cols, out); });
+}
+
+constexpr int64_t kTile = 128;  // whole runs
+
+// f(m0, m1, n0, n1) for the tiles of [M, N], which have this many rows.
+template <class F>
+void each_tile(int64_t M, int64_t N, int64_t height, F&& f) {
+  const int64_t across = (N + kTile - 1) / kTile, down = (M + height - 1) / height;
+  parallel(across * down, 4, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t n = i / down * kTile, m = i % down * height;
+      f(m, std::min(M, m + height), n, std::min(N, n + kTile));
+    }
+  });
+}
+
+// Fills a tensor [N, M] with the transpose of what body(m, n0, n1, out) computes in f32 of row m, in tiles of this many
+// rows, which are the pieces that `writer` gets.
+template <class Body>
+void write_transposed(const Writer& writer, int64_t M, int64_t N, int64_t height, Body&& body) {
+  each_tile(M, N, height, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+    const auto tile = std::make_unique_for_overwrite<float[]>(height * kTile);
+    std::vector<float> row(height);
+    for (int64_t m = m0; m < m1; ++m) body(m, n0, n1, &tile[(m - m0) * kTile]);
+    for (int64_t n = n0; n < n1; ++n) {
+      for (int64_t m = m0; m < m1; ++m) row[m - m0] = tile[(m - m0) * kTile + n - n0];
+      writer.write(n * M + m0, n * M + m1, row.data());
+    }
+  });
 }
 
 // Sum of f(i) over [0, n): eight FP64 partial sums, fixed by n.

@@ -1,6 +1,7 @@
 // rmsnorm on the device, also of the sum of two tensors.
 #include "../ops.h"
 #include "norms_backward.cuh"
+#include "tile.cuh"
 
 namespace coat::cuda {
 namespace {
@@ -162,6 +163,88 @@ __global__ __launch_bounds__(kWarps * 32, 2) void add_rmsnorm_forward_kernel_wid
   finish(given, infs);
 }
 
+// ---- transposed ----
+
+using Turned = Tile<E4M3, E4M3>;
+static_assert(kTileThreads == kDown && kTileThreads == Turned::kColumns && Turned::G == kRun);
+
+// What the codes of a tile are multiplied by. The scales of runs lie as the rows of y do; between those of the rows
+// that a thread turns and of the next thread's there is room, so that lanes that read 16 bytes each meet no bank twice.
+struct alignas(16) Factors {
+  static constexpr int kRuns = Turned::kColumns / kRun, kGroups = kDown / kRun;
+  uint16_t scale[kRuns][kGroups][kRun + 8];
+  float rstd[kGroups][kRun + 4];
+  float w[Turned::kColumns];
+
+  // A thread brings a row and a column, zeros where there is none. Whether its products are certainly finite.
+  __device__ bool fetch(const Turned& tile, const E4M3G16& x, const Norm& norm) {
+    const int own = threadIdx.x;
+    const int64_t m = tile.m0 + own, n = tile.n0 + own, runs = runs_of(tile.N), run = tile.n0 / kRun;
+    Lane<uint16_t, kRuns> scales;
+    scales.fetch<false>(x.scale, m * runs + run, m < tile.M ? runs - run : 0);
+    const float r = m < tile.M ? norm.rstd[m] : 0.f, v = n < tile.N ? norm.w[n] : 0.f;
+    bool finite = fabsf(v) < 0x1p64f;
+#pragma unroll
+    for (int k = 0; k < kRuns; ++k) {
+      scale[k][own / kRun][own % kRun] = scales.code[k];
+      finite = finite && fabsf(BFloat16::decode(scales.code[k])) * E4M3::max() * r < 0x1p63f;
+    }
+    rstd[own / kRun][own % kRun] = r;
+    w[own] = v;
+    return finite;
+  }
+  // use(g, the values of norms) for the words of a turn.
+  template <class Use>
+  __device__ void each_row(int down, int at, const uint32_t (&row)[kRun], Use&& use) const {
+    Lane<uint16_t, kRun> scales;
+    scales.fetch<true>(scale[at / kRun][down / kRun], 0, kRun);
+    Lane<Float32, kRun> r;
+    r.fetch<true>(reinterpret_cast<const Float32*>(rstd[down / kRun]), 0, kRun);
+    const float4 v = *reinterpret_cast<const float4*>(w + at);
+#pragma unroll
+    for (int g = 0; g < kRun; ++g) {
+      const float s = BFloat16::decode(scales.code[g]), t = r.code[g].code;
+      const float2 low = decode_pair<E4M3>(row[g]), high = decode_pair<E4M3>(row[g] >> 16);
+      const float out[4] = {low.x * s * t * v.x, low.y * s * t * v.y, high.x * s * t * v.z, high.y * s * t * v.w};
+      use(g, out);
+    }
+  }
+};
+
+// One tile a block. A word of four codes becomes one of those of y, then words are turned. Infinities are looked for
+// only where there may be some. Reads x once, writes y once, 16 bytes a lane on both sides.
+__global__ void __launch_bounds__(kTileThreads, 6)
+    rmsnorm_transposed_kernel(E4M3G16 x, Norm norm, E4M3T y, Tiles tiles, const float* given) {
+  __shared__ int4 vectors[Turned::kVectors];
+  __shared__ Factors factors;
+  const Turned tile(vectors, tiles);
+  by_case(tile.whole(), [&](auto whole) {
+    tile.fetch<whole.value>(x.codes);
+    const bool finite = factors.fetch(tile, x, norm);
+    const auto sealed = seal_tensor(y, given, nullptr);
+    __pipeline_wait_prior(0);
+    const bool counts = __syncthreads_or(!finite);
+    tile.each_turn([&](int down, int at, uint32_t(&row)[kRun]) {
+      factors.each_row(down, at, row, [&](int g, const float(&out)[4]) {
+        Lane<E4M3, 4> codes;
+        codes.encode(y, sealed, out);
+        row[g] = codes.word[0];
+      });
+      Turned::turn(row, [&](int k, const Lane<E4M3, kRun>& out) { tile.put<whole.value>(y.codes, down, at + k, out); });
+    });
+    if (!counts) return;
+    uint32_t infs = 0;
+    tile.each_turn([&](int down, int at, const uint32_t(&row)[kRun]) {
+      factors.each_row(down, at, row, [&](int, const float(&out)[4]) {
+        Range range;
+        add_all(range, out);
+        infs += range.infs;
+      });
+    });
+    count_infs_of_block(y.status, infs);
+  });
+}
+
 }  // namespace
 
 void rmsnorm_forward(const rmsnorm_forward_args& args) {
@@ -169,6 +252,14 @@ void rmsnorm_forward(const rmsnorm_forward_args& args) {
   norm_forward<false>(
       "rmsnorm_forward", args,
       Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), args.eps, per_column(args.x.shape.cols())});
+}
+
+void rmsnorm_transposed(const rmsnorm_transposed_args& args) {
+  check_row_not_empty(args.x);
+  const Tiles tiles(args.x.shape.rows(), args.x.shape.cols(), Turned::kColumns);
+  launch("rmsnorm_transposed", rmsnorm_transposed_kernel, tiles.grid(true), dim3(kTileThreads), 0, E4M3G16(args.x),
+         Norm{Vector(args.w), Vector(args.w), nullptr, args.rstd.as<float>(), 0.f, 0.0}, E4M3T(args.y), tiles,
+         args.scale.as<float>());
 }
 
 void rmsnorm_backward(const rmsnorm_backward_args& args) {

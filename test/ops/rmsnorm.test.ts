@@ -24,6 +24,10 @@ function forward({ x, w, eps, M, N }: Given) {
   return { rstd, y: matrix(M, N, (m, n) => x(m, n) * rstd(m) * w(n)) }
 }
 
+function transposed({ x, w, rstd, M, N }: Given) {
+  return { y: matrix(N, M, (n, m) => x(m, n) * rstd(m) * w(n)) }
+}
+
 function backward({ dy, x, w, rstd, residual, M, N }: Given) {
   const xhat = matrix(M, N, (m, n) => x(m, n) * rstd(m))
   const g = matrix(M, N, (m, n) => dy(m, n) * w(n))
@@ -77,6 +81,47 @@ function addForward({ a, b, w, eps, M, N }: Given) {
 
 describe('rmsnorm', () => {
   checkOp('rmsnorm_forward', { sizes: [...sizes, ...wideSizes], numbers: { eps: 1e-5 }, reference: forward })
+  checkOp('rmsnorm_transposed', {
+    sizes: [...sizes, ...wideSizes],
+    data: { rstd: (random) => 0.1 + random.uniform() },
+    reference: transposed,
+  })
+  for (const device of devices)
+    it.skipIf(!present(device)).each([
+      [0, 16],
+      [1, 1],
+      [2, 17],
+      [127, 129],
+      [128, 128],
+      [129, 127],
+      [40, 4112], // more columns than a stripe of tiles
+      [144, 200],
+      [131, 1009],
+    ])(`rmsnorm_transposed is rmsnorm_forward, then the transpose, on ${device}: [%i, %i]`, async (M, N) => {
+      const random = new Random(N)
+      const largest = 3e38
+      for (const special of [undefined, Number.NaN, Number.POSITIVE_INFINITY, largest])
+        for (const format of ['f32', 'bf16'] as const) {
+          const values = Float32Array.from({ length: M * N }, () => random.typical())
+          const weights = Float32Array.from({ length: N }, () => random.typical())
+          if (special !== undefined) weights[N >> 1] = special
+          if (Number.isNaN(special)) values[(M * N) >> 1] = special as number
+          const x = await moved(tensor('e4m3/g16', [M, N], values), device)
+          const w = await moved(tensor(format, [N], weights), device)
+          const scale = await moved(tensor('f32', [1], [special === largest ? 1e36 : 0.0123]), device)
+          const infs = () => native.memory().infs
+          const before = infs()
+          const [straight, rstd] = own(native.rmsnorm_forward(x, w, scale, 'e4m3/t', 1e-5))
+          const twice = own(native.convert_transposed(straight, null, 'e4m3/t'))
+          const expected = await bytesOf(twice)
+          const between = infs()
+          const once = own(native.rmsnorm_transposed(x, w, rstd, scale))
+          expect(Buffer.compare(await bytesOf(once), expected)).toBe(0)
+          expect(infs() - between).toBe(between - before)
+          if (special === Number.POSITIVE_INFINITY && M > 0) expect(between).toBeGreaterThan(before)
+        }
+    })
+
   checkOp('rmsnorm_backward', {
     sizes: [...sizes, ...wideSizes, tallSize],
     data: { rstd: (random) => 0.1 + random.uniform() },
@@ -169,7 +214,10 @@ describe('rmsnorm', () => {
     for (const [i, value] of y.entries()) expect(Math.abs(value - (i % 2 ? -1 : 1))).toBeLessThan(1e-6)
     const none = native.rmsnorm_forward.bind(native, tensor('f32', [2, 0], []), tensor('f32', [0], []), null)
     expect(() => none('f32', 1e-5)).toThrow('rmsnorm_forward: x f32[2, 0] must have at least one column')
-    const [a, v] = [tensor('f32', [2, 0], []), tensor('f32', [0], [])]
+    const [a, v, one] = [tensor('f32', [2, 0], []), tensor('f32', [0], []), tensor('f32', [1], [1])]
+    expect(() => native.rmsnorm_transposed(tensor('e4m3/g16', [2, 0], []), v, tensor('f32', [2], [1, 1]), one)).toThrow(
+      'rmsnorm_transposed: x e4m3/g16[2, 0] must have at least one column',
+    )
     expect(() => native.add_rmsnorm_forward(a, a, v, 'f32', 1e-5)).toThrow(
       'add_rmsnorm_forward: a f32[2, 0] must have at least one column',
     )

@@ -1,6 +1,5 @@
 // convert: from any format to any other, and transposed for the formats that matmul reads.
-#include <cuda_pipeline.h>
-
+#include "../tile.cuh"
 #include "convert.cuh"
 
 namespace coat::cuda {
@@ -156,47 +155,24 @@ constexpr bool kMoves = false;
 template <int Bytes>
 constexpr bool kMoves<Moved<Bytes>, Moved<Bytes>> = true;
 
-// A block's tile: kDown rows (along M) of kAcross bytes (along N) of x, 16 bytes of 8 rows a thread in flight.
-constexpr int kDown = 128, kAcross = 128, kTileThreads = kDown * kAcross / 128;
-// Blocks run over kStripe tiles along N, then down along M: what is under way then covers long stretches of x and of y.
-constexpr int kStripe = 32;
-
 // Whether x can become straight codes beside the turned ones.
 template <class X, class Y>
 constexpr bool kBoth = kScaling<X> == Scaling::none && kScaling<Y> == Scaling::tensor;
 
 template <class X, class Y>
-struct Tile {
-  static constexpr int kFrom = sizeof(CodeOf<X>), kTo = sizeof(CodeOf<Y>);
-  static constexpr int V = 16 / kFrom;  // elements of a vector of x
-  static constexpr int W = 4 / kFrom;   // elements of a word of x: columns that a thread turns at once
-  static constexpr int G = 16 / kTo;    // elements of a vector of y: rows that a thread turns at once
-  static constexpr int kColumns = kAcross / kFrom;
-  static constexpr int kWords = kAcross / 4, kRowVectors = kAcross / 16;
-  static constexpr int kBlocks = (kTo == 1 && kFrom == 1 && !kMoves<X, Y> ? 512 : 1024) / kTileThreads;
-  static constexpr int kTurns = kWords * (kDown / G) / kTileThreads;
-};
+using TileOf = Tile<CodeOf<X>, CodeOf<Y>>;
+template <class X, class Y>
+constexpr int kTileBlocks =
+    (sizeof(CodeOf<X>) == 1 && sizeof(CodeOf<Y>) == 1 && !kMoves<X, Y> ? 512 : 1024) / kTileThreads;
 
 // G rows of one word of x, turned: put(w, vector of y) for each of its W columns.
-template <class X, class Y, class T = Tile<X, Y>, class Put>
+template <class X, class Y, class T = TileOf<X, Y>, class Put>
 __device__ inline void turn(const Y& y, typename X::Open open, typename Y::Sealed sealed, uint32_t (&row)[T::G],
                             uint32_t& infs, Put&& put) {
-  constexpr int G = T::G, W = T::W;
-  using Out = Lane<CodeOf<Y>, G>;
   if constexpr (kMoves<X, Y>) {
-    if constexpr (W == 4) {
-#pragma unroll
-      for (int g = 0; g < G; g += 4) turn_bytes(row[g], row[g + 1], row[g + 2], row[g + 3]);
-    }
-#pragma unroll
-    for (int w = 0; w < W; ++w) {
-      Out out;
-#pragma unroll
-      for (int g = 0; g < G; g += W)
-        out.word[g / W] = W == 2 ? __byte_perm(row[g], row[g + W - 1], w == 0 ? 0x5410 : 0x7632) : row[g + w];
-      put(w, out);
-    }
+    T::turn(row, put);
   } else {
+    constexpr int G = T::G, W = T::W;
     constexpr int kPair = W == 1 ? 1 : 2;
 #pragma unroll
     for (int w = 0; w < W; w += kPair) {
@@ -219,7 +195,7 @@ __device__ inline void turn(const Y& y, typename X::Open open, typename Y::Seale
           add_all(range, value[k]);
           infs += range.infs;
         }
-        Out out;
+        Lane<CodeOf<Y>, G> out;
         out.encode(y, sealed, value[k]);
         put(w + k, out);
       }
@@ -227,38 +203,19 @@ __device__ inline void turn(const Y& y, typename X::Open open, typename Y::Seale
   }
 }
 
-// One tile a block, which lies in shared memory as it does in x, vectors shuffled by exclusive or so that neither side
-// meets a bank twice. A thread turns G rows of one word at a time; 8 threads next to each other store 128 bytes of a
-// row of y. Reads x once, writes y once, 16 bytes a lane on both sides; `straight`, unless without codes, becomes x in
-// the same format, as many elements a lane as are read.
+// One tile a block. Reads x once, writes y once, 16 bytes a lane on both sides; `straight`, unless without codes,
+// becomes x in the format of y, as many elements a lane as are read.
 template <class X, class Y>
-__global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
-    convert_transposed_kernel(X x, Y y, Y straight, int64_t M, int64_t N, unsigned across, unsigned of_stripe,
-                              const float* given, const uint32_t* measured) {
-  using T = Tile<X, Y>;
-  constexpr int V = T::V, W = T::W, G = T::G, R = T::kRowVectors;
-  __shared__ int4 tile[kDown * R];
-  const unsigned column = blockIdx.x / of_stripe * kStripe, i = blockIdx.x % of_stripe;
-  const unsigned wide = min(static_cast<unsigned>(kStripe), across - column);
-  const int64_t m0 = int64_t{i / wide} * kDown, n0 = int64_t{column + i % wide} * T::kColumns;
-  by_case(m0 + kDown <= M && n0 + T::kColumns <= N && N % V == 0 && M % G == 0, [&](auto whole) {
-    const int place = threadIdx.x % R, first = threadIdx.x / R;
-    const int64_t n = n0 + place * V;
-#pragma unroll
-    for (int p = 0; p < kDown * R / kTileThreads; ++p) {
-      const int row = first + p * (kTileThreads / R);
-      int4* to = tile + row * R + (place ^ (row / G % 8));
-      if constexpr (whole.value) {
-        __pipeline_memcpy_async(to, x.codes + (m0 + row) * N + n, 16);
-      } else {
-        Lane<CodeOf<X>, V> lane;
-        lane.template fetch<false>(x.codes, (m0 + row) * N + n, m0 + row < M ? N - n : 0);
-        *to = lane.vector[0];
-      }
-    }
-    __pipeline_commit();
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<X, Y>)
+    convert_transposed_kernel(X x, Y y, Y straight, Tiles tiles, const float* given, const uint32_t* measured) {
+  using T = TileOf<X, Y>;
+  using Out = Lane<CodeOf<Y>, T::G>;
+  __shared__ int4 vectors[T::kVectors];
+  const T tile(vectors, tiles);
+  by_case(tile.whole(), [&](auto whole) {
+    tile.template fetch<whole.value>(x.codes);
     typename X::Open open{};
-    if (whole.value || M * N > 0) open = x.open(0);
+    if (whole.value || tile.M * tile.N > 0) open = x.open(0);
     typename Y::Sealed sealed{};
     if constexpr (kScaling<Y> == Scaling::tensor) sealed = seal_tensor(y, given, measured);
     if constexpr (kMoves<X, Y>)
@@ -267,37 +224,23 @@ __global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
     if constexpr (kBoth<X, Y>) {
       if (straight.codes) {
         seal_tensor(straight, given, measured);
-#pragma unroll 4
-        for (int p = 0; p < kDown * R / kTileThreads; ++p) {  // of what this thread fetched
-          const int row = first + p * (kTileThreads / R);
-          Lane<CodeOf<X>, V> from;
-          from.vector[0] = tile[row * R + (place ^ (row / G % 8))];
-          float value[V];
+        tile.each_brought([&](int row, int column, Lane<CodeOf<X>, T::V>& from) {
+          float value[T::V];
           from.decode(x, open, value);
-          Lane<CodeOf<Y>, V> to;
+          Lane<CodeOf<Y>, T::V> to;
           to.encode(straight, sealed, value);
-          to.template put<whole.value>(straight.codes, (m0 + row) * N + n, m0 + row < M ? N - n : 0);
-        }
+          tile.template put_straight<whole.value>(straight.codes, row, column, to);
+        });
       }
     }
     __syncthreads();
     uint32_t infs = 0;
-#pragma unroll 1
-    for (int t = 0; t < T::kTurns; ++t) {
-      // of the lanes of a warp, 8 lie along M and 4 along N; the warps first fill rows of y
-      constexpr int kGroups = kDown / G / 8;
-      const int lane = threadIdx.x % 32, task = threadIdx.x / 32 + t * (kTileThreads / 32);
-      const int eighth = lane % 8, down = (task % kGroups * 8 + eighth) * G, vector = task / kGroups;
-      const uint32_t* from = reinterpret_cast<const uint32_t*>(tile + down * R + (vector ^ eighth)) + lane / 8;
-      uint32_t row[G];
-#pragma unroll
-      for (int g = 0; g < G; ++g) row[g] = from[g * T::kWords];
-      const int64_t m = m0 + down, at = n0 + (vector * 4 + lane / 8) * W;
-      turn<X, Y>(y, open, sealed, row, infs, [&](int w, const Lane<CodeOf<Y>, G>& out) {
+    tile.each_turn([&](int down, int at, uint32_t(&row)[T::G]) {
+      turn<X, Y>(y, open, sealed, row, infs, [&](int w, const Out& out) {
         // 16-bit codes are streamed: their lines leave L2 in the order of rows
-        out.template put<whole.value, sizeof(CodeOf<Y>) == 2>(y.codes, (at + w) * M + m, at + w < N ? M - m : 0);
+        tile.template put<whole.value, sizeof(CodeOf<Y>) == 2>(y.codes, down, at + w, out);
       });
-    }
+    });
     if constexpr (kScaling<Y> == Scaling::tensor) count_infs_of_block(y.status, infs);
   });
 }
@@ -305,14 +248,10 @@ __global__ void __launch_bounds__(kTileThreads, Tile<X, Y>::kBlocks)
 template <class X, class Y>
 void transpose(const X& x, const Y& y, int64_t M, int64_t N, const float* given, const uint32_t* measured,
                const Tensor& straight = {}) {
-  const int64_t across = std::max<int64_t>((N + Tile<X, Y>::kColumns - 1) / Tile<X, Y>::kColumns, 1);
-  const int64_t down = (M + kDown - 1) / kDown,
-                of_stripe = std::max<int64_t>(down * std::min<int64_t>(across, kStripe), 1);
-  // a tensor without elements still has a scale
-  const bool scaled = kScaling<Y> == Scaling::tensor || kMoves<X, Y>;
-  const auto grid = static_cast<unsigned>(std::max<int64_t>(N == 0 ? 0 : down * across, scaled));
-  launch("convert_transposed", convert_transposed_kernel<X, Y>, grid, kTileThreads, 0, x, y, Y(straight), M, N,
-         static_cast<unsigned>(across), static_cast<unsigned>(of_stripe), given, measured);
+  const Tiles tiles(M, N, TileOf<X, Y>::kColumns);
+  launch("convert_transposed", convert_transposed_kernel<X, Y>,
+         tiles.grid(kScaling<Y> == Scaling::tensor || kMoves<X, Y>), kTileThreads, 0, x, y, Y(straight), tiles, given,
+         measured);
 }
 
 }  // namespace
