@@ -42,10 +42,10 @@ const convertTransposed = (x: AnyFormat, y: AnyFormat, given: OpCase['formats'] 
   expect: { result: 'y', value: (i, values, { M = 1, N = 1 }) => at(values, 'x', (i % M) * N + Math.floor(i / M)) },
 })
 
-const convertBoth = (x: AnyFormat, y: AnyFormat): OpCase => ({
+const convertBoth = (x: AnyFormat, y: AnyFormat, given: OpCase['formats'] = {}): OpCase => ({
   op: 'convert_both',
   sizes: rows,
-  formats: { x, y, across: y },
+  formats: { x, ...given, y, across: y },
   expect: { result: 'y', value: (i, values) => at(values, 'x', i) },
 })
 
@@ -220,6 +220,7 @@ export const opCases: readonly OpCase[] = [
   convertTransposed('f32', 'e4m3/t'),
   convertTransposed('bf16', 'e4m3/t', { scale: 'f32' }),
   convertBoth('bf16', 'e5m2/t'),
+  convertBoth('bf16', 'e5m2/t', { scale: 'f32' }),
   convertTransposed('e5m2/t', 'e5m2/t'),
   convertTransposed('bf16', 'e4m3/g128'),
   convertTransposed('bf16', 'e4m3/r'),
