@@ -4,7 +4,7 @@ import type { Handle } from './native.gen.ts'
 import { native } from './native.ts'
 import type { Arithmetic, Emulation } from './recipes.ts'
 import { recordedBy } from './tape.ts'
-import { Tensor } from './tensor.ts'
+import { Tensor, transposed } from './tensor.ts'
 
 /** Of stochastic rounding, whose bits come from it, the place and the value; and a power of two that stands for a loss scale. */
 export interface RoundOptions {
@@ -69,8 +69,8 @@ export function emulatedLinear(x: Tensor, w: Tensor, b: Tensor | null, emulation
     if (!kept || !w) return []
     const d = roundTo(dy, operands.dy, scaled(3))
     const product = (a: Tensor, b: Tensor, place: number) => matmulEmulated(a, b, null, emulation, scaled(place))
-    const dx = x.requiresGrad ? whole(product(d, turned(weight(w)), 4), results.dx, scaled(8)) : null
-    const dw = w.requiresGrad ? whole(product(turned(d), turned(kept), 5), results.dw, scaled(9)) : null
+    const dx = x.requiresGrad ? whole(product(d, transposed(weight(w)), 4), results.dx, scaled(8)) : null
+    const dw = w.requiresGrad ? whole(product(transposed(d), transposed(kept), 5), results.dw, scaled(9)) : null
     const column = () => Tensor.own(native.column_sum(d.handle, 'f32'))
     const db = b?.requiresGrad
       ? whole(whole(column(), sum === 'f32' ? undefined : sum, scaled(6)), results.dw, scaled(10))
@@ -78,8 +78,4 @@ export function emulatedLinear(x: Tensor, w: Tensor, b: Tensor | null, emulation
     return [dx, dw, db]
   })
   return y
-}
-
-function turned(x: Tensor): Tensor {
-  return Tensor.own(native.convert_transposed(x.handle, null, 'f32'))
 }

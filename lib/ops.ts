@@ -5,7 +5,7 @@ import { native } from './native.ts'
 import { showOperands } from './operands.ts'
 import type { PlacedScale } from './scaler.ts'
 import { type Backward, type Make, recordedBy, remakeOf, retained, Tape } from './tape.ts'
-import { type FloatFormat, type Format, isScaled, scope, Tensor } from './tensor.ts'
+import { type FloatFormat, type Format, isScaled, scope, Tensor, transposed } from './tensor.ts'
 
 export { matmulEmulated, roundTo } from './emulate.ts'
 export * from './losses.ts'
@@ -124,10 +124,6 @@ function gradientsByParts(
     if (dw && held) native.add_into(held.handle, dw.handle)
     return [dx?.as(formats.dx) ?? null, held ? null : (dw?.as(formats.dw) ?? null)]
   })
-}
-
-function transposed(x: Tensor): Tensor {
-  return Tensor.own(native.convert_transposed(x.handle, null, x.format as Plain))
 }
 
 // Ops multiply each by bf16: codes are exact in it, and one scale multiplies sums.

@@ -307,7 +307,7 @@ export class Tensor implements Disposable {
     if ((this.format !== 'f32' && this.format !== 'bf16') || (format !== 'e4m3/t' && format !== 'e5m2/t')) return
     const keys = [format, `${format} transposed`] as const
     if (keys.some((key) => this.#twins.get(key)?.version === version)) return
-    for (const key of keys) if (this.#twins.has(key)) this.#dropTwin(key)
+    for (const key of keys) this.#dropTwin(key)
     const made = native.convert_both(this.handle, this.#scaleOf(format, version), format, format)
     keys.forEach((key, i) => {
       this.adoptTwin(made[i] as Handle, format, key, version)
@@ -537,6 +537,11 @@ export const transposables: ReadonlySet<Format> = new Set(
 type Transposable = Parameters<typeof native.convert_transposed>[2]
 function transposable(format: Format): Transposable {
   return format as Transposable // the native contract refuses what has no transpose, by name
+}
+
+/** x [M, N] as a new tensor [N, M] of its format. */
+export function transposed(x: Tensor): Tensor {
+  return Tensor.own(native.convert_transposed(x.handle, null, transposable(x.format)))
 }
 
 function* tensorsIn(value: unknown): Generator<Tensor> {

@@ -51,6 +51,9 @@ struct Tile {
   // Whether all of it exists and is aligned on both sides.
   __device__ bool whole() const { return m0 + kDown <= M && n0 + kColumns <= N && N % V == 0 && M % G == 0; }
 
+  // Where vector `place` of a row stands.
+  __device__ int4* at(int row, int place) const { return vectors + row * R + (place ^ (row / G % 8)); }
+
   // Starts to bring it in: 16 bytes a lane.
   template <bool Whole>
   __device__ void fetch(const From* x) const {
@@ -59,7 +62,7 @@ struct Tile {
 #pragma unroll
     for (int p = 0; p < kVectors / kTileThreads; ++p) {
       const int row = first + p * (kTileThreads / R);
-      int4* to = vectors + row * R + (place ^ (row / G % 8));
+      int4* to = at(row, place);
       if constexpr (Whole) {
         __pipeline_memcpy_async(to, x + (m0 + row) * N + n, 16);
       } else {
@@ -79,7 +82,7 @@ struct Tile {
     for (int p = 0; p < kVectors / kTileThreads; ++p) {
       const int row = first + p * (kTileThreads / R);
       Lane<From, V> lane;
-      lane.vector[0] = vectors[row * R + (place ^ (row / G % 8))];
+      lane.vector[0] = *at(row, place);
       use(row, place * V, lane);
     }
   }

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kWarpsFor<Source> * 32, 2)
       const float scale = E4M3X128::scale_for_top<Inside>(top);
       if (exists && threadIdx.x % kLanes < 2) mine.scale[run] = scale, mine.k[run] = power, mine.centre[run] = middle;
       // |x|^k by the scale is 2^(k (log2 x - log2 max)) times the largest code
-      const float log2_reach = (level ? log2_middle : log2_high);
+      const float log2_reach = level ? log2_middle : log2_high;
       const Two k(power), shift(fma_(-power, log2_reach, kLog2Largest));
       encode<true>(m_codes, k.m, shift.m, m);
       encode<false>(v_codes, k.v, shift.v, v);
